@@ -316,7 +316,7 @@ include helm/helm.mk
 
 # Everything that installing, testing and building leave here. Not runs/, which holds results.
 LEFT = $(wildcard $(VENV) .venv-vllm-* site dist .hypothesis .*_cache)
-LEFT_BY_ALL = $(LEFT) $(wildcard $(CACHE))
+LEFT_BY_ALL = $(LEFT) $(shell test -d "$(CACHE)" && echo '"$(CACHE)"')
 
 .PHONY: clean
 clean: ## Remove .venv and the caches of this directory
@@ -325,4 +325,4 @@ clean: ## Remove .venv and the caches of this directory
 .PHONY: clean-all
 clean-all: ## List .venv and all caches with their sizes; REMOVE=1 removes them
 	@$(if $(strip $(LEFT_BY_ALL)),du -shc $(LEFT_BY_ALL),echo "nothing to remove")
-	@$(if $(REMOVE),rm -rf $(LEFT_BY_ALL),echo "To remove all of it: make clean-all REMOVE=1. Your results are in runs/: remove them by hand.")
+	@$(if $(filter 1,$(REMOVE)),rm -rf $(LEFT_BY_ALL),echo "To remove all of it: make clean-all REMOVE=1. Your results are in runs/: remove them by hand.")

@@ -71,8 +71,11 @@ def reap_orphans(spare: frozenset[int]) -> None:
 
 def children() -> frozenset[int]:
     """Process ids of this process's direct children, zombies included."""
-    lists = Path("/proc/self/task").glob("*/children")  # one list per thread that forked
-    return frozenset(int(pid) for task in lists for pid in task.read_text().split())
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):  # one list per thread that forked
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found.update(map(int, task.read_text().split()))
+    return frozenset(found)
 
 
 _managed: set[int] = set()

@@ -59,8 +59,8 @@ def _no_program(command: str, is_here: bool) -> str | None:
         return f"cannot split the value into words as a shell does ({error}); check its quotes"
     if not words or (is_here and words[0] not in PYTHON and shutil.which(words[0]) is None):
         return f"there is no program {''.join(words[:1])!r}"
-    script = next((word for word in words[1:] if not word.startswith("-")), "")
-    if is_here and script.endswith((".py", ".sh")) and not Path(script).exists():
+    script = words[1] if words[0] in PYTHON and words[1:] else ""
+    if is_here and script.endswith(".py") and not Path(script).exists():
         return f"no such file: {script}"
     return None
 

@@ -47,7 +47,7 @@ def test_the_program_of_a_container_is_not_looked_up_on_this_machine(refused: Re
 
 def test_a_script_of_a_command_that_is_not_there_is_named(refused: Refused) -> None:
     agent = ["agent", "serve", "--sandbox", "none", "--model", "m", "--reward", "gsm8k"]
-    words = [*agent, "--command", "python -u gone.py"]
+    words = [*agent, "--command", "python gone.py"]
     assert "--command: no such file: gone.py" in refused(load_env_settings, words)
 
 

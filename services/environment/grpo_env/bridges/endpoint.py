@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 CONTEXT_FULL = "context_length_exceeded"
 """OpenAI's code of an error."""
-_MISREAD = re.compile(r"\d{3,}|rate[\s_-]*limit|too many requests", re.IGNORECASE)
+_MISREAD = re.compile(r"\b\d{3,}\b|rate[\s_-]*limit|too many requests", re.IGNORECASE)
 """Agents look for them in the text of an error: in "1429 tokens", smolagents reads the status 429
 and waits for minutes."""
 _LARGEST_REQUEST_BYTES = 64 * 2**20

@@ -40,8 +40,9 @@ async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     sampling = {"max_tokens": body.get("max_tokens"), "stop": body.get("stop_sequences")}
     answer = await chat.complete(messages, tools, sampling)
     message = _message(answer)
-    whole = {"system": body.get("system"), "tools": body.get("tools")}
-    chat.stored[message["id"]] = {**whole, "messages": [*body["messages"], message]}
+    if body.get("thread") is not None:
+        whole = {"system": body.get("system"), "tools": body.get("tools")}
+        chat.stored[message["id"]] = {**whole, "messages": [*body["messages"], message]}
     return message
 
 

@@ -29,6 +29,8 @@ SEND_DEADLINE_S = 30.0
 END_DEADLINE_S = 10.0
 ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
+_LONGEST_PATH = 107 - len("/") - 36
+"""Of a directory in which vLLM makes Unix sockets with the name of a UUID."""
 ANSWERING = ("serving", "paused")
 """States in which an engine answers requests. A pause lasts milliseconds."""
 
@@ -45,7 +47,9 @@ class ForkServer:
 
     def __init__(self, module: str, options: Sequence[str], sockets: Path) -> None:
         self._arguments = [module, *options]
-        self._environment = {"VLLM_RPC_BASE_PATH": str(sockets)} | os.environ
+        self._environment = dict(os.environ)
+        if len(os.fsencode(sockets)) <= _LONGEST_PATH:
+            self._environment.setdefault("VLLM_RPC_BASE_PATH", str(sockets))
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
 

@@ -45,7 +45,7 @@ _FAILED = "Engine core initialization failed"
 """What vLLM raises, whatever the cause, which the process of the engine has written."""
 READ_FORMATS = ("auto", LOAD_FORMAT)
 """Values of --load-format that read the model's own files."""
-LEAST_KV_CACHE = 256 * 2**20
+LEAST_KV_CACHE = 512 * 2**20
 SM100_MAJOR = 10
 """Major compute capability of B200 and B300."""
 
