@@ -356,7 +356,8 @@ class TrainingEvaluation:
                     engine, task, items, self._evaluation, plan, seen=self._see_item
                 )
                 self._record(result)
-            self._untrained.save(EVALUATION, max(0, self._evaluated_step), self._kept)
+            at = max(0, self._evaluated_step)
+            await asyncio.to_thread(self._untrained.save, EVALUATION, at, self._kept)
         except GrpoError as error:
             log.warning("evaluation.failed", step=step, error=f"{type(error).__name__}: {error}")
         finally:

@@ -195,12 +195,12 @@ class Worker:
                     await self._evaluation.finish(total_steps, self._sampling())
                 hint = {} if groups_sent else {"hint": _WAS_COMPLETE}
                 log.info("run.completed", step=status.current_step, groups_sent=groups_sent, **hint)
-                self._tell_counts(status.current_step, self._producer.counts.report())
+                await self._tell_counts(status.current_step, self._producer.counts.report())
                 return
             self._evaluation.start_if_due(status.current_step, self._sampling())
             await self._work_until_next_poll(status, total_steps)
             if fields := self._producer.counts.report_if_due():
-                self._tell_counts(status.current_step, fields)
+                await self._tell_counts(status.current_step, fields)
                 # A restarted trainer may use another batch size.
                 await self._retry(self._ask_trainer_info)
 
@@ -213,21 +213,23 @@ class Worker:
         if self._curriculum is not None:
             self._curriculum.save(self._step)
 
-    def _tell_counts(self, step: int, fields: dict[str, Any]) -> None:
+    async def _tell_counts(self, step: int, fields: dict[str, Any]) -> None:
         """Log what was counted, and a warning each time that twice as many groups were dropped."""
         counts, untrained = self._producer.counts, self._producer.untrained
         fields = fields | self._pools()
         self._save_curriculum()
-        untrained.save_dropped()
+        await untrained.save_dropped()
         self._log_to_wandb(step, fields)
         now = {"groups_in_progress": len(self._in_flight), **self._evaluation.report_fields}
-        for_batch = counts.for_batch
-        if is_most := fields["dropped_share"] >= MOST_DROPPED:
-            for_batch += f": {untrained.examples}"
-        log.info("groups.counted", for_batch=for_batch, **now, **fields)
-        if is_most and counts.dropped >= 2 * self._warned_of:
+        log.info("groups.counted", for_batch=counts.for_batch, **now, **fields)
+        if fields["dropped_share"] >= MOST_DROPPED and counts.dropped >= 2 * self._warned_of:
             self._warned_of = counts.dropped
-            log.warning("rewards.all_equal", for_batch=for_batch, hint=DROPPED_ADVICE)
+            log.warning(
+                "rewards.all_equal",
+                for_batch=counts.for_batch,
+                completions=untrained.examples,
+                hint=DROPPED_ADVICE,
+            )
 
     def _waits_for_the_next_run(self) -> bool:
         """True if the run was complete before this environment joined, because another trainer may

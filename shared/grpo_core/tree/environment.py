@@ -286,9 +286,8 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
     )
     untrained_dir: Path | None = Field(
         None,
-        description="Directory that keeps counts of groups, and some rollouts of groups that were "
-        "dropped for their equal scores and of evaluations. Each environment needs a directory of "
-        "its own",
+        description="Directory that keeps some rollouts of groups that were dropped for their "
+        "equal scores, and of evaluations. Each environment needs a directory of its own",
     )
     reward_weights: Annotated[
         Weights, Shown(default="by task; 1 for each part", metavar="PART=WEIGHT,...")

@@ -84,7 +84,7 @@ class GroupCounts:
         self.groups_sent = 0
         self.reported: dict[str, Any] = {}
         self.queued = self.batch = 0
-        self._before = 0, 0  # groups sent and dropped, before this batch
+        self._dropped_before = 0  # this batch
         self.failures: Counter[FailureReason] = Counter()
         self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
         self._reported_at = time.monotonic()
@@ -105,25 +105,22 @@ class GroupCounts:
             self.failures[sampled.lost.reason] += 1
             has_equal_scores = sampled.lost.reason is FailureReason.EQUAL_SCORES
         self._recent.append(not has_equal_scores)
-        self._window.update(tokens=tokens, equal_groups=has_equal_scores)
-        if sampled.grades:
-            self._window.update(graded_groups=1, graded_tokens=tokens)
+        self._window.update(tokens=tokens, graded_tokens=tokens if sampled.grades else 0)
 
     @property
     def dropped(self) -> int:
         return self.failures[FailureReason.EQUAL_SCORES]
 
     def begin_batch(self) -> None:
-        self._before = self.groups_sent, self.dropped
+        self._dropped_before = self.dropped
 
     @property
     def for_batch(self) -> str:
-        """`4 of 8 groups for this batch; 204 dropped, all scores equal (98 %)`"""
-        sent, dropped = self.groups_sent - self._before[0], self.dropped - self._before[1]
-        share = dropped / max(1, dropped + sent)
+        """`4 of 8 groups for this batch, 204 dropped; of the newest, 98 % have equal scores`"""
         return (
-            f"{min(self.queued, self.batch)} of {self.batch} groups for this batch; {dropped} "
-            f"dropped, all scores equal ({100 * share:.0f} %)"
+            f"{min(self.queued, self.batch)} of {self.batch} groups for this batch, "
+            f"{self.dropped - self._dropped_before} dropped; of the newest, "
+            f"{100 * (1 - self.kept_share):.0f} % have equal scores"
         )
 
     def report_if_due(self) -> dict[str, Any] | None:
@@ -144,7 +141,7 @@ class GroupCounts:
                 name: _ratio(total, rewards.count) for name, total in sorted(rewards.parts.items())
             },
             "mean_completion_tokens": _ratio(window["graded_tokens"], rewards.count),
-            "equal_scores_share": _ratio(window["equal_groups"], window["graded_groups"]),
+            "equal_scores_share": _ratio(rewards.equal_groups, rewards.groups),
             "dropped_share": round(1 - self.kept_share, 4),
             "tokens_per_s": round(window["tokens"] / elapsed_s, 1) if elapsed_s else None,
         }
@@ -197,6 +194,7 @@ class GroupProducer:
     def join(self, env_id: int, run_uuid: str) -> None:
         """Groups whose sampling begins from now on belong to this run."""
         self._env_id, self._run_uuid = env_id, run_uuid
+        self.untrained.begin()
 
     def skip_long_prompts(self, plan: SamplingPlan) -> None:
         """Drop prompts that leave too little room for a whole completion, which would be cut off
@@ -265,7 +263,7 @@ class GroupProducer:
         else:
             self._items.used(draw)
         self._lose(sampled)
-        if lost.reason is FailureReason.EQUAL_SCORES:
+        if lost.reason is FailureReason.EQUAL_SCORES and run_uuid == self._run_uuid:
             self.untrained.drop(step + 1, sampled)
         if lost.reason is FailureReason.REFUSED:
             self._generation_refusals.refused(lost.detail)

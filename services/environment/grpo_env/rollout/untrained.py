@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,10 @@ class UntrainedRollouts:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the groups of an earlier run."""
         self._step = self._written = 0
         self._dropped: list[SampledGroup] = []
 
@@ -43,10 +48,10 @@ class UntrainedRollouts:
         if len(self._dropped) < KEPT_GROUPS:
             self._dropped.append(sampled)
 
-    def save_dropped(self) -> None:
+    async def save_dropped(self) -> None:
         if len(self._dropped) > self._written:
-            self.save(DROPPED, self._step, self._dropped)
             self._written = len(self._dropped)
+            await asyncio.to_thread(self.save, DROPPED, self._step, [*self._dropped])
 
     def save(self, name: str, step: int, groups: Sequence[SampledGroup]) -> None:
         """Write the groups of a step. The run goes on if that fails."""

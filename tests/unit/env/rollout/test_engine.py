@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -12,6 +13,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from grpo_core.errors import ProtocolViolation, RequestRefused, ServiceUnavailable
+from grpo_core.rollouts.files import steps_in
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import TaskSet, sampling_plan
 from grpo_env.evaluation import Evaluation
@@ -194,6 +196,27 @@ async def test_a_group_belongs_to_the_run_in_which_its_sampling_began() -> None:
         await producer.produce(PLAN, 0)
         await producer.produce(PLAN, 0)
     assert seen == [(0, "old run"), (1, "new run")]
+
+
+async def test_dropped_groups_are_kept_of_the_run_that_the_environment_has_joined(
+    tmp_path: Path,
+) -> None:
+    """It joins the second run, at an earlier step, while a group of the first is sampled."""
+    settings = EnvServerSettings(task="arithmetic", model="m", untrained_dir=tmp_path)
+
+    def generate(_body: dict[str, Any]) -> Any:
+        producer.join(1, "new run")
+        return 200, generate_answer(["7", "7"])
+
+    async with engine_on(generate) as (engine, _):
+        items = ItemStream([([item_of(Rewarded(sevens))], 1.0)], seed=0)
+        producer = GroupProducer(settings, items, engine, Mock())
+        producer.untrained.drop(50, SampledGroup())
+        await producer.produce(PLAN, 8)
+        assert producer.untrained.examples == ""
+        await producer.produce(PLAN, 0)
+    await producer.untrained.save_dropped()
+    assert steps_in(tmp_path / "dropped") == [1]
 
 
 async def test_an_item_learns_of_its_graded_and_of_its_lost_groups() -> None:
