@@ -194,13 +194,6 @@ class Stack:
         self._running = services
         return {name: code for name, code in ended.items() if code is not None}
 
-    def waited_for(self) -> str:
-        """The first service that is not ready, and the last line of its log."""
-        for service, process in [*self._running]:
-            if process.exit_code is None and not service.healthy():
-                return f"{service.name} is not ready; its log ends with: {process.log_tail(1)}"
-        return "all services are ready"
-
     def process(self, name: str) -> ManagedProcess:
         return next(process for service, process in self._running if service.name == name)
 
@@ -275,12 +268,13 @@ class Stack:
 
 def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -> None:
     """Start services side by side; show each that is ready, after how long, and what it does."""
+    names = [service.name for service in services]  # of those that are not ready
 
     def show(service: Service, seconds: float) -> None:
         screen.line(f"  {service.name:<{NAME_WIDTH}} ready after {seconds:5.1f} s: {service.role}")
+        names.remove(service.name)
 
-    names = ", ".join(service.name for service in services)
-    with screen.activity(f"starting {names}", stack.waited_for):
+    with screen.activity(f"starting {', '.join(names)}", lambda: f"{names[0]} is not ready"):
         stack.start(services, show)
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -21,11 +21,16 @@ from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_runs.process import health, ports
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
-from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested
+from grpo_runs.process.stack import (
+    Service,
+    Stack,
+    StopRequest,
+    StopRequested,
+    start_on_screen,
+)
 from grpo_runs.views import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
-from tests.support.wait import wait_for
-from tests.unit.runs.stand_ins import FOREVER_S, script
+from tests.unit.runs.stand_ins import FOREVER_S, Shown, script
 
 FAMILY = f"""
 import pathlib, subprocess, sys, time
@@ -61,21 +66,22 @@ def test_services_start_side_by_side_and_are_ready_in_the_order_given(stack: Sta
     assert ready == ["first", "second"]
 
 
-def test_a_start_waits_for_the_first_service_that_is_not_ready(stack: Stack) -> None:
-    told, healthy = [], set[str]()
+def test_a_start_tells_the_first_service_that_is_not_ready(stack: Stack) -> None:
+    class Waits(Shown):
+        @contextlib.contextmanager
+        def waiting(self, waited_for: Callable[[], str]) -> Iterator[None]:
+            self.waited_for = waited_for
+            yield
 
-    def look(_service: Service, _seconds: float) -> None:
-        wait_for(lambda: "layer 2" in stack.process("loads").log_text())
-        told.append(stack.waited_for())
-        healthy.add("loads")
+    screen, told = Waits(), []
 
-    code = "import time; print('layer 1\\rlayer 2', flush=True); time.sleep(600)"
-    loads = script("loads", code, healthy=lambda: "loads" in healthy)
-    stack.start([script("ready", SLEEP), loads], look)
-    assert told == [
-        "loads is not ready; its log ends with: layer 2",
-        "all services are ready",
-    ]
+    def is_healthy() -> bool:
+        told.append(screen.waited_for())
+        return True
+
+    services = [script(name, SLEEP, healthy=is_healthy) for name in ("redis", "run-api")]
+    start_on_screen(stack, services, screen)
+    assert told == ["redis is not ready", "run-api is not ready"]
 
 
 def test_a_service_is_started_once_the_services_it_needs_accept_connections(stack: Stack) -> None:
