@@ -136,8 +136,11 @@ class RunDirectory:
 
 
 def _megabytes(directory: Path) -> str:
-    sizes = (path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    return f"{sum(sizes) / 1e6:,.0f}"
+    size = 0
+    with contextlib.suppress(OSError):  # a file may be removed meanwhile
+        for path in directory.rglob("*"):
+            size += path.stat().st_size if path.is_file() else 0
+    return f"{size / 1e6:,.0f}"
 
 
 def server_names(number: int) -> list[str]:
