@@ -16,8 +16,8 @@ from grpo_core.security import authorization
 from grpo_runs.report.steps import numbers_of
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
-from grpo_runs.watch.logs import ServiceLogs
-from grpo_runs.watch.services import ProcessesFile, is_stage_of, read_file, stage_of
+from grpo_runs.watch.logs import Sampling, ServiceLogs
+from grpo_runs.watch.services import ProcessesFile, is_stage_of, read_file, runs, stage_of
 
 READ_TIMEOUT_S = 5.0
 SERVERS_S = 3600.0
@@ -73,9 +73,9 @@ class MeasuresReader:
         if self._is_under_way and self._last_step_at is not None:
             found["since_step_s"] = self._clock() - self._last_step_at
         self._logs.read_new()
-        if self._is_under_way and (worst := self._logs.most_dropping()):
+        if self._is_under_way and (worst := self._most_dropping()):
             found["dropped_share"] = worst.numbers["dropped_share"]
-            found["details"] = {"dropped_share": worst.for_batch}
+            found["details"] = {"dropped_share": f"{worst.for_batch}."}
         found["staleness_mean"] = self._newest.get("staleness/mean")
         found["disk_free_bytes"] = shutil.disk_usage(self._run.path).free
         found |= {field: self._totals[field] for field in (*_TOTALS, "engine_crashes")}
@@ -97,6 +97,17 @@ class MeasuresReader:
         """Whether the trainer of this run, and not of one before a resume, takes its first step."""
         processes, stage = read_file(ProcessesFile, self._run.services), stage_of(self._run)
         return bool(processes and stage and is_stage_of(stage, processes.services))
+
+    def _most_dropping(self) -> Sampling | None:
+        """Of the environments that run and have reported, the one that drops the largest share."""
+        processes = read_file(ProcessesFile, self._run.services)
+        pids, began = (processes.services, processes.runner.created) if processes else ({}, 0.0)
+        reports = (
+            one
+            for name, one in self._logs.sampling.items()
+            if one.is_since(began) and name in pids and runs(pids[name])
+        )
+        return max(reports, key=lambda one: one.numbers["dropped_share"], default=None)
 
     def _of_run_api(self) -> dict[str, Any]:
         try:

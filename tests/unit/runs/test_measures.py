@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,7 +19,7 @@ from grpo_runs.measures import MeasuresReader
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.records import ProcessRecords
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.watch.logs import groups_in
+from grpo_runs.watch.logs import ServiceLogs
 
 STATS = RunStats._make([0] * len(RunStats._fields))
 RUNNING = {"step": 3, "num_steps": 10, "environments_alive": 2}
@@ -159,12 +161,23 @@ def test_measures_of_the_metrics_file(tmp_path: Path) -> None:
 def test_the_share_of_dropped_groups_is_that_of_the_newest_report(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.logs.mkdir()
-    for task, share, left in (("easy", 0.98, 4), ("hard", 0.5, 8)):
-        event = "2026-01-01T10:00:00 [info     ] groups.counted  groups_in_progress=1"
+    pids = {"environment-easy": os.getpid(), "environment-hard": os.getpid()}
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    ProcessRecords(run).watch(pids | {"environment-ended": ended.pid})
+    for task, year, share, left in (
+        ("easy", 2100, 0.98, 4),
+        ("hard", 2100, 0.5, 8),
+        ("ended", 2100, 0.99, 2),
+        ("before-a-resume", 2026, 0.99, 2),
+    ):
+        event = f"{year}-01-01T10:00:00 [info     ] groups.counted  groups_in_progress=1"
         (run.logs / f"environment-{task}.log").write_text(
             f"{event} dropped_share=0.1\n{event} dropped_share={share} groups_sent=3 "
             f"failures={{'equal_scores': 9, 'refused': 2}} for_batch='{left} of 8'\n"
         )
     found = MeasuresReader(run, "http://127.0.0.1:9").read()
-    assert (found.dropped_share, found.details) == (0.98, {"dropped_share": "4 of 8"})
-    assert groups_in(run.logs) == {"groups_sent": 6, "equal_scores": 18}
+    assert (found.dropped_share, found.details) == (0.98, {"dropped_share": "4 of 8."})
+    logs = ServiceLogs(run.logs)
+    logs.read_new()
+    assert logs.groups == {"groups_sent": 12, "equal_scores": 36}

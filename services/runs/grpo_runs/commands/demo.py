@@ -188,7 +188,8 @@ def _train(
                     wait_for_evaluations(stack, names, settings.sizes)
                 show_evaluations(evaluations, screen)
             with VersionLog(places.redis_url, places.run_id, REDIS_DEADLINE_S) as versions:
-                return Trained(records, seconds, versions.servers_for_report(), stack.lost())
+                servers = versions.servers_for_report()
+            return Trained(records, seconds, servers, stack.lost(), news.logs)
         except StopRequested:
             with screen.activity("finishing the step and saving it; Ctrl-C again stops at once"):
                 stack.stop_in_time("trainer", SAVE_GRACE_S)
@@ -197,6 +198,7 @@ def _train(
             notices.settle()
             with screen.activity("stopping all services"):
                 stack.stop()
+            news.look()
 
 
 def _keep_settings(settings: LaunchOptions, run: RunDirectory) -> None:

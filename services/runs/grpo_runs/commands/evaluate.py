@@ -115,6 +115,7 @@ def _evaluated(
                     screen.lines(["", *table_lines(result), f"answers: {answers}"])
         with screen.activity("stopping the server"):
             stack.stop()
+        news.look()
     return results
 
 

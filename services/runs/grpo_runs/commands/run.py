@@ -100,6 +100,7 @@ def start_together(settings: LaunchOptions, screen: Screen) -> int:
             show_log()
         except GrpoError as error:
             return screen.failed(error)
+        news.look()
         return code if code >= 0 else 128 - code
 
 

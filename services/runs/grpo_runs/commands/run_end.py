@@ -19,17 +19,19 @@ from grpo_runs.report.summary import (
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.settings.run import LaunchOptions
-from grpo_runs.watch.logs import groups_in, warnings_in
+from grpo_runs.watch.logs import ServiceLogs
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Args: servers: those at the end; ended: signal or status of services that ended early"""
+    """Args: servers: those at the end; ended: signal or status of services that ended early; logs:
+    read since the start"""
 
     records: list[StepRecord]
     seconds: float
     servers: Sequence[ServerStatus]
     ended: Mapping[str, str]
+    logs: ServiceLogs
 
 
 def facts_of(
@@ -48,8 +50,8 @@ def facts_of(
         servers=tuple(one for one in trained.servers if one.name not in trained.ended),
         ended_servers=trained.ended,
         peak_bytes=peak,
-        groups=groups_in(run.logs),
-        warnings=warnings_in(run.logs),
+        groups=trained.logs.groups,
+        warnings=trained.logs.counts,
     )
 
 
@@ -76,7 +78,7 @@ def report_run(
         with screen.activity("writing the page with the rollouts"):
             from grpo_runs.report.page import write_report
 
-            write_report(run)
+            write_report(run, logs=trained.logs)
     screen.line("")
     lifts = [lift_text(*lift) for lift in evaluations.lifts()]
     screen.lines(summary_lines(facts, lifts), "bold")

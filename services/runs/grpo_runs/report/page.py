@@ -17,16 +17,20 @@ from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.steps import metric_curves
 from grpo_runs.report.summary import tenth_of, warnings_text
 from grpo_runs.run_directory import RunDirectory, options_in
-from grpo_runs.watch.logs import warnings_in
+from grpo_runs.watch.logs import ServiceLogs
 
 
 class NothingToReport(GrpoError):
     """A directory contains no metrics and no rollouts."""
 
 
-def write_report(run: RunDirectory, output: Path | None = None) -> Path:
+def write_report(
+    run: RunDirectory, output: Path | None = None, logs: ServiceLogs | None = None
+) -> Path:
     """Write the page to `output`, by default `report.html` of the run; returns its path. The run
     may still be training.
+
+    Args: logs: of the run, if they were read
 
     Raises:
         NothingToReport: the run has neither metrics nor rollouts.
@@ -46,7 +50,9 @@ def write_report(run: RunDirectory, output: Path | None = None) -> Path:
     }
     config = config_of(run)
     texts = token_texts(rollouts)
-    told = warnings_text(warnings_in(run.logs))
+    logs = logs or ServiceLogs(run.logs)
+    logs.read_new()
+    told = warnings_text(logs.counts)
     path = output or run.report
     write_page(
         path,
@@ -75,9 +81,11 @@ def config_of(run: RunDirectory) -> Mapping[str, Any]:
         return {}
     try:
         found, _ = read_file(path)
+        return kinds[path](found)
     except ValueError as error:
         raise ProtocolViolation(str(error)) from None
-    return kinds[path](found)
+    except (KeyError, TypeError) as error:
+        raise ProtocolViolation(f"{path} is not complete: {error}") from None
 
 
 def _of_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +98,9 @@ def title_of(config: Mapping[str, Any]) -> str:
     name = f": {Path(model).name}" if model else ""
     if isinstance(tasks, list):
         return f"GRPO on {' and '.join(map(str, tasks))}{name}"
-    return f"SFT on {config['data']}{name}" if "loss_after" in config else "Training run"
+    if {"data", "loss_after"} <= config.keys():
+        return f"SFT on {config['data']}{name}"
+    return "Training run"
 
 
 def facts_of(

@@ -112,7 +112,7 @@ class RunFacts(BaseModel):
     groups: dict[str, int] = {}
     """Groups that environments sent, and that they dropped for equal scores, since their start."""
     warnings: dict[str, int] = {}
-    """How often each service warned of what."""
+    """How often each service warned of what, since its start."""
 
     @property
     def crashes(self) -> int:

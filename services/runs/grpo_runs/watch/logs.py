@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,19 +13,21 @@ from typing import Any
 from grpo_core.rollouts.record import printable
 from grpo_runs.watch.followed_file import FollowedFile
 
+FIRST_READ_BYTES = 2**20
+"""Of a log that is longer when it is first read, the end."""
 LONGEST_TEXT = 1000  # characters
 COUNTED = "groups.counted"
 SENT, DROPPED = "groups_sent", "equal_scores"
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
 """As `grpo_core.logs` writes an event: time in UTC, level, name, fields."""
 _SERVICE = re.compile(r" ?\bservice=\S+")
-_SUBJECT = re.compile(r"\b(?:check|metric)=(\S+)")
-"""Of events that tell of several things. Each is counted for itself."""
+_SUBJECT = re.compile(r"[^'\"]*\b(?:check|metric)=(\S+)")
+"""Of events that tell of several things. Each is counted for itself. Not in quoted text."""
 _LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
 _IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
 _EVALUATED = re.compile(r"evaluated=(\d+)/(\d+)")
-_FOR_BATCH = re.compile(r"""for_batch=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
-_NUMBERS = re.compile(r"\b(dropped_share|groups_sent|equal_scores)'?[=:] ?([\d.]+)")
+_FOR_BATCH = re.compile("for_batch='([^']*)'")
+_NUMBERS = re.compile(r"\b(dropped_share|groups_sent|equal_scores)'?[=:] ?(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class Sampling:
     for_batch: str = ""
     numbers: Mapping[str, float] = field(default_factory=dict)
 
+    def is_since(self, began: float) -> bool:
+        """Args: began: Unix time in seconds"""
+        return self.time >= began - 1  # logs have whole seconds
+
 
 class ServiceLogs:
     """Follows the logs of a run's directory. Args: directory: it may not exist yet"""
@@ -79,20 +84,29 @@ class ServiceLogs:
         self.sampling: dict[str, Sampling] = {}
         """By name of the environment."""
 
-    def most_dropping(self) -> Sampling | None:
-        """Of the environment that drops the largest share of its groups."""
-        reports = (one for one in self.sampling.values() if "dropped_share" in one.numbers)
-        return max(reports, key=lambda one: one.numbers["dropped_share"], default=None)
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each service warned of what: `{"trainer loss.sign": 1}`."""
+        return {name: one.count for name, one in self.warnings.items()}
+
+    @property
+    def groups(self) -> Counter[str]:
+        """Of all environments: `groups_sent`, and `equal_scores`, those dropped."""
+        reports = self.sampling.values()
+        return Counter(
+            {of: sum(int(one.numbers.get(of, 0)) for one in reports) for of in (SENT, DROPPED)}
+        )
 
     def read_new(self) -> None:
         """Never raises: a log that cannot be read has no lines."""
         found: list[Warned] = []
         for path in sorted(self._directory.glob("*.log")):
-            file = self._files.setdefault(path, FollowedFile(path))
+            file = self._files.setdefault(path, FollowedFile(path, FIRST_READ_BYTES))
             lines = (line.decode(errors="replace").rstrip("\n") for line in file.read())
             found += self._of(path.stem, lines)
         for one in sorted(found, key=lambda one: one.time):
-            name = " ".join([one.service, one.event, *_SUBJECT.findall(one.text)[:1]])
+            subject = _SUBJECT.match(one.text)
+            name = " ".join([one.service, one.event, *(subject.groups() if subject else ())])
             before = self.warnings[name].count if name in self.warnings else 0
             self.warnings[name] = replace(one, count=before + 1)
 
@@ -101,33 +115,18 @@ class ServiceLogs:
             found = _LINE.fullmatch(line)
             if found is None:
                 continue
-            time = datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp()
             level, event, text = _LEVELS.get(found[2]), found[3], found[4]
+            if level is None and event != COUNTED:
+                continue
+            time = datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp()
             if event == COUNTED and (count := _IN_PROGRESS.search(text)):
                 done = _EVALUATED.search(text)
                 evaluation = f"{done[1]} of {done[2]} items" if done else ""
                 told = _FOR_BATCH.search(text)
-                for_batch = printable(ast.literal_eval(told[1])) if told else ""
+                for_batch = told[1] if told else ""
                 numbers = {name: float(value) for name, value in _NUMBERS.findall(text)}
                 groups = int(count[1])
                 self.sampling[service] = Sampling(time, groups, evaluation, for_batch, numbers)
             if level is not None:
                 text = printable(_SERVICE.sub("", text).strip())[:LONGEST_TEXT]
                 yield Warned(time, service, level, event, text)
-
-
-def warnings_in(directory: Path) -> dict[str, int]:
-    """How often each service warned of what: `{"trainer loss.sign": 1}`."""
-    logs = ServiceLogs(directory)
-    logs.read_new()
-    return {name: one.count for name, one in logs.warnings.items()}
-
-
-def groups_in(directory: Path) -> Counter[str]:
-    """Groups of all environments together: `groups_sent`, and `equal_scores`, those dropped."""
-    logs = ServiceLogs(directory)
-    logs.read_new()
-    found = Counter[str]()
-    for one in logs.sampling.values():
-        found.update({name: int(one.numbers.get(name, 0)) for name in (SENT, DROPPED)})
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,9 @@ from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.watch.logs import ServiceLogs
 from grpo_runs.watch.services import ENVIRONMENT, ServiceFacts, stage_of
+
+LOOK_EVERY_POLLS = 20
+"""Once a second."""
 
 
 class ServiceNews:
@@ -24,18 +28,24 @@ class ServiceNews:
 
     def __init__(self, screen: Screen, logs: Path, run: RunDirectory, shown: str = "") -> None:
         self._screen, self._run, self._shown = screen, run, shown
-        self._logs = ServiceLogs(logs)
-        self._logs.read_new()
-        self._logs.warnings.clear()  # those of the run before a resume
+        self._polls = itertools.count()
+        self.logs = ServiceLogs(logs)
+        self.logs.read_new()
+        self.logs.warnings.clear()  # those of the run before a resume
         self._told: set[str] = set()
         self._pids: Mapping[str, int] = {}
         self._began = time.time()
 
     def watch(self, pids: Mapping[str, int]) -> None:
-        """Show the first warning of each name. Call it often. Args: pids: by service"""
+        """Call it often. Args: pids: by service"""
         self._pids = pids
-        self._logs.read_new()
-        for name, one in self._logs.warnings.items():
+        if next(self._polls) % LOOK_EVERY_POLLS == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Show the first warning of each name."""
+        self.logs.read_new()
+        for name, one in self.logs.warnings.items():
             # An error without a dot in its name ends its service, and is shown then.
             if name not in self._told and one.service != self._shown and "." in one.event:
                 self._screen.warning(f"{name}: {one.text}")
@@ -48,7 +58,7 @@ class ServiceNews:
             is_running=True,
             began=self._began,
             trainer=stage_of(self._run),
-            environments=dict(self._logs.sampling),
+            environments=dict(self.logs.sampling),
         )
         names = (TRAINER, ENVIRONMENT)
         told = [one for one in facts.shown() if one["name"].startswith(names)]

@@ -253,16 +253,15 @@ class ServiceFacts:
 
     def _of_environment(self, name: str) -> Service:
         report = self.environments.get(name)
-        if report is None or report.time < self.began - 1:  # logs have whole seconds
+        if report is None or not report.is_since(self.began):
             return Service(name, "starting")
         if report.evaluation:
             return Service(name, "evaluating", detail=report.evaluation)
         count = report.groups
         groups = "1 group" if count == 1 else f"{count} groups"
         progress = [f"{groups} in progress"] if count else []
-        for_batch = report.for_batch.partition(": ")[0]
         return Service(
             name,
             "sampling" if count else "waiting",
-            detail="; ".join([*progress, *filter(None, [for_batch])]),
+            detail="; ".join([*progress, *filter(None, [report.for_batch])]),
         )

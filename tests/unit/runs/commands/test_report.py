@@ -52,6 +52,7 @@ def test_the_page_is_written_into_the_run_or_to_a_path(tmp_path: Path) -> None:
             '{"model": "small", "data": "answers.jsonl", "loss_after": 0.1}',
             "SFT on answers.jsonl: small",
         ),
+        ("sft.json", '{"loss_after": 0.1}', "Training run"),
     ],
 )
 def test_the_page_is_titled_by_what_was_trained(
@@ -96,6 +97,7 @@ BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
             {"rollouts/step-000001.jsonl.gz": ""},
             "BrokenRollouts): {run}/rollouts/step-000001.jsonl.gz, line 1: the file is empty",
         ),
+        (RUN | {"keys.yaml": "seed: 1"}, "ProtocolViolation): {run}/keys.yaml is not complete"),
         (RUN | {"config.yaml": "a: ["}, "ProtocolViolation): {run}/config.yaml is not YAML"),
     ],
 )

@@ -18,6 +18,7 @@ from grpo_runs.process.stack import StopRequested
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.api import curves_of
 from grpo_runs.watch.live_run import LiveRun, duration
+from grpo_runs.watch.logs import FIRST_READ_BYTES
 from tests.unit.runs.records import metrics_object
 from tests.unit.runs.test_measures import run_api
 
@@ -61,9 +62,6 @@ def stages(live: LiveRun) -> dict[str, str]:
     return {one["name"]: one["stage"] for one in live.state()["services"]}
 
 
-QUOTED = ': score 0: "I don\'t know"'
-
-
 def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
     processes = ProcessRecords(run)
     own = processes._content["runner"]["pid"]  # a process that runs
@@ -87,8 +85,8 @@ def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
     assert environment["stage"] == "sampling"
     assert environment["detail"] == "3 groups in progress"
     assert environment["memory_bytes"] > 0
-    few = "4 of 8 groups for this batch; 204 dropped, all scores equal (98 %)"
-    told = f"for_batch={few + QUOTED!r} groups_in_progress=3"
+    few = "4 of 8 groups for this batch, 204 dropped; of the newest, 98 % have equal scores"
+    told = f"for_batch={few!r} groups_in_progress=3"
     log(run, "environment", f"{IN_THE_FUTURE} [info     ] groups.counted  {told}")
     environment = live.state()["services"][3]
     assert environment["detail"] == f"3 groups in progress; {few}"
@@ -221,6 +219,21 @@ def test_warnings_of_one_name_are_counted(run: RunDirectory, live: LiveRun) -> N
         ("check.failed", "check=stale a=3", 2),
         ("check.failed", "check=sign a=2", 1),
     ]
+
+
+def test_text_of_a_model_names_no_warning(run: RunDirectory, live: LiveRun) -> None:
+    text = """completions='score 0: "check=stale equal_scores: ... dropped_share=0.0"'"""
+    log(run, "environment", f"2026-01-01T10:00:01 [warning  ] rewards.all_equal    {text}")
+    live.state()
+    assert [*live._logs.warnings] == ["environment rewards.all_equal"]
+
+
+def test_a_long_log_is_read_from_its_end(run: RunDirectory, live: LiveRun) -> None:
+    filler = ["2026-01-01T10:00:01 [warning  ] loss.sign    a=1"] * (FIRST_READ_BYTES // 40)
+    log(run, "trainer", *filler, "2026-01-01T10:00:02 [warning  ] loss.sign    a=2")
+    [warning] = live.state()["warnings"]
+    assert warning["text"] == "a=2"
+    assert 1000 < warning["count"] < len(filler)
 
 
 def test_run_api_that_does_not_answer_is_told_once(run: RunDirectory, live: LiveRun) -> None:

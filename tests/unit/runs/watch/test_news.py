@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.watch.news import ServiceNews
+from grpo_runs.watch.news import LOOK_EVERY_POLLS, ServiceNews
 from tests.unit.runs.stand_ins import Shown
 from tests.unit.runs.watch.test_live_run import IN_THE_FUTURE, log
 
@@ -25,7 +25,10 @@ def test_the_first_warning_of_each_name_is_shown(tmp_path: Path) -> None:
     log(run, "environment", WARNED, WARNED)
     log(run, "trainer", "2026-01-01T10:00:00 [warning  ] loss.sign    hint=shown")
     log(run, "vllm-server", "2026-01-01T10:00:00 [error    ] EngineDied    reason=told at the end")
-    for _ in range(2):
+    for _ in range(LOOK_EVERY_POLLS - 1):
+        news.watch({})
+    assert screen.err == "", "it looks once a second"
+    for _ in range(2 * LOOK_EVERY_POLLS):
         news.watch({})
         log(run, "environment", WARNED)
     assert screen.err == "warning: environment rewards.all_equal: score=0.0\n"
@@ -43,6 +46,7 @@ def test_what_trainer_and_environments_do_is_told(tmp_path: Path) -> None:
     (run.checkpoints / "stage.json").write_text(json.dumps(stage))
     counted = "groups.counted  groups_in_progress=2"
     log(run, "environment-sums", f"{IN_THE_FUTURE} [info     ] {counted}")
-    news.watch(pids)
+    for _ in range(LOOK_EVERY_POLLS):
+        news.watch(pids)
     told = "trainer waiting for data; environment-sums sampling 2 groups in progress"
     assert news.waited_for() == told
