@@ -21,8 +21,9 @@ SENT, DROPPED = "groups_sent", "equal_scores"
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
 """As `grpo_core.logs` writes an event: time in UTC, level, name, fields."""
 _SERVICE = re.compile(r" ?\bservice=\S+")
-_SUBJECT = re.compile(r"[^'\"]*\b(?:check|metric)=(\S+)")
-"""Of events that tell of several things. Each is counted for itself. Not in quoted text."""
+_OF_SEVERAL = ("check.failed", "metric.out_of_range")
+"""Events that tell of several things. Each is counted for itself."""
+_SUBJECT = re.compile(r"\b(?:check|metric)=(\S+)")
 _LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
 _IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
 _EVALUATED = re.compile(r"evaluated=(\d+)/(\d+)")
@@ -105,8 +106,8 @@ class ServiceLogs:
             lines = (line.decode(errors="replace").rstrip("\n") for line in file.read())
             found += self._of(path.stem, lines)
         for one in sorted(found, key=lambda one: one.time):
-            subject = _SUBJECT.match(one.text)
-            name = " ".join([one.service, one.event, *(subject.groups() if subject else ())])
+            subjects = _SUBJECT.findall(one.text)[:1] if one.event in _OF_SEVERAL else []
+            name = " ".join([one.service, one.event, *subjects])
             before = self.warnings[name].count if name in self.warnings else 0
             self.warnings[name] = replace(one, count=before + 1)
 

@@ -219,6 +219,12 @@ def test_warnings_of_one_name_are_counted(run: RunDirectory, live: LiveRun) -> N
         ("check.failed", "check=stale a=3", 2),
         ("check.failed", "check=sign a=2", 1),
     ]
+    told_of = "healthy='below 1' metric"
+    for metric in ("a/b", "c/d"):
+        log(run, "trainer", f"{at} [warning  ] metric.out_of_range    {told_of}={metric}")
+    live.state()
+    names = ("check.failed stale", "check.failed sign", "metric.out_of_range a/b")
+    assert [*live._logs.warnings][:3] == [f"trainer {name}" for name in names]
 
 
 def test_text_of_a_model_names_no_warning(run: RunDirectory, live: LiveRun) -> None:
