@@ -100,11 +100,10 @@ class GroupCounts:
         """Count one sampled group. `groups_sent` is counted separately."""
         tokens = sampled.completion_tokens
         self._rewards.add(sampled.grades)
-        has_equal_scores = False
-        if sampled.lost is not None:
-            self.failures[sampled.lost.reason] += 1
-            has_equal_scores = sampled.lost.reason is FailureReason.EQUAL_SCORES
-        self._recent.append(not has_equal_scores)
+        reason = sampled.lost.reason if sampled.lost else None
+        if reason is not None:
+            self.failures[reason] += 1
+        self._recent.append(reason is not FailureReason.EQUAL_SCORES)
         self._window.update(tokens=tokens, graded_tokens=tokens if sampled.grades else 0)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -91,12 +90,10 @@ class ServiceLogs:
         return {name: one.count for name, one in self.warnings.items()}
 
     @property
-    def groups(self) -> Counter[str]:
+    def groups(self) -> dict[str, int]:
         """Of all environments: `groups_sent`, and `equal_scores`, those dropped."""
-        reports = self.sampling.values()
-        return Counter(
-            {of: sum(int(one.numbers.get(of, 0)) for one in reports) for of in (SENT, DROPPED)}
-        )
+        told = [one.numbers for one in self.sampling.values()]
+        return {name: sum(int(one.get(name, 0)) for one in told) for name in (SENT, DROPPED)}
 
     def read_new(self) -> None:
         """Never raises: a log that cannot be read has no lines."""
@@ -123,8 +120,7 @@ class ServiceLogs:
             if event == COUNTED and (count := _IN_PROGRESS.search(text)):
                 done = _EVALUATED.search(text)
                 evaluation = f"{done[1]} of {done[2]} items" if done else ""
-                told = _FOR_BATCH.search(text)
-                for_batch = told[1] if told else ""
+                for_batch = "".join(_FOR_BATCH.findall(text))
                 numbers = {name: float(value) for name, value in _NUMBERS.findall(text)}
                 groups = int(count[1])
                 self.sampling[service] = Sampling(time, groups, evaluation, for_batch, numbers)

@@ -260,8 +260,5 @@ class ServiceFacts:
         count = report.groups
         groups = "1 group" if count == 1 else f"{count} groups"
         progress = [f"{groups} in progress"] if count else []
-        return Service(
-            name,
-            "sampling" if count else "waiting",
-            detail="; ".join([*progress, *filter(None, [report.for_batch])]),
-        )
+        detail = "; ".join([*progress, *filter(None, [report.for_batch])])
+        return Service(name, "sampling" if count else "waiting", detail=detail)
