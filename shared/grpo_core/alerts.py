@@ -102,7 +102,8 @@ MOST_DROPPED = 0.9
 """Of the groups: above it, batches take ten times as long."""
 DROPPED_ADVICE = (
     "equal scores teach nothing: try the reward with `env-server check`, and read the dropped "
-    "rollouts. If the scores are right, the prompts are too easy or too hard for the model"
+    "rollouts (`grpo-rollouts RUN/untrained/TASK/dropped`). If the scores are right, the prompts "
+    "are too easy or too hard for the model"
 )
 REDIS_DISK_SHARE = 0.75
 """Above this share, the file that replaces the append-only file may not fit beside it."""

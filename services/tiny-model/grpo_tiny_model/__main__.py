@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"{PROG}: {type(error).__name__}: {error}\n")
         raise SystemExit(EXIT_FAILED) from None
     log.info("model.ready", directory=str(directory))
+    sys.stdout.write(f"{directory}\n")
     if arguments.path_file is not None:
         arguments.path_file.write_text(str(directory))
 

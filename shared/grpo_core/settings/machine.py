@@ -69,7 +69,10 @@ def missing_on_hub(model: str) -> str | None:
 
     if model in MADE_HERE:
         flag = f" --{SMOLLM2}" if model == SMOLLM2 else ""
-        return f"run `python -m grpo_tiny_model{flag}`, and name the directory that it prints"
+        return (
+            f"{model} is made on this machine: run `python -m grpo_tiny_model{flag}`, and name the "
+            "directory that it prints"
+        )
     headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
     asked = Request(f"{constants.ENDPOINT}/api/models/{model}", headers=headers)  # noqa: S310
     try:
