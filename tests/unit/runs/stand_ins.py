@@ -176,12 +176,13 @@ ENVIRONMENT = f"""
 from stand_in_common import *
 note_pid("environment")
 print(*sys.argv[1:], flush=True)
+if sys.argv[1] == "arithmetic":
+    counted = "2026-01-01T10:00:00 [info     ] groups.counted groups_in_progress=0 groups_sent=4"
+    print(counted, "failures={{'equal_scores': 204, 'refused': 1}}", flush=True)
 post(option("--run-api-url") + "/environment/" + sys.argv[1])
 if "STAND_IN_TRAINER_LINGERS" in os.environ:
     time.sleep(600)
 if sys.argv[1] == "arithmetic":
-    counted = "2026-01-01T10:00:00 [info     ] groups.counted groups_in_progress=0 groups_sent=4"
-    print(counted, "failures={{'equal_scores': 204, 'refused': 1}}", flush=True)
     with open(option("--eval-output"), "a") as file:
         for step, rate in ((0, 0.3), (25, 0.75)):
             line = {EVALUATION!r} | {{"step": step, "metrics": {{"pass@1": rate}}}}

@@ -46,9 +46,7 @@ from grpo_runs.report.steps import (
     step_line,
     trim_records,
 )
-from grpo_runs.report.summary import (
-    counted,
-)
+from grpo_runs.report.summary import counted, groups_text, warnings_text
 from grpo_runs.run_directory import RunDirectory, create_run_directory
 from grpo_runs.screen import Screen
 from grpo_runs.services import (
@@ -62,6 +60,7 @@ from grpo_runs.services import (
 from grpo_runs.settings.run import LaunchOptions
 from grpo_runs.views import Places
 from grpo_runs.watch.beside import page_beside
+from grpo_runs.watch.logs import DROPPED, ServiceLogs
 from grpo_runs.watch.news import ServiceNews
 
 FOLLOW_POLL_S = 0.2
@@ -94,7 +93,7 @@ def run_demo(settings: LaunchOptions, screen: Screen) -> int:
             run.write_config(resolved_yaml(settings.command, settings.resolved()))
         notices = RunNotices(settings, run, screen)
         held.callback(notices.settle)
-        processes = ProcessRecords(run)
+        processes, news = ProcessRecords(run), ServiceNews(screen, run.logs, run)
         try:
             with (
                 page_beside(settings, run, screen),
@@ -103,7 +102,7 @@ def run_demo(settings: LaunchOptions, screen: Screen) -> int:
             ):
                 evaluations, started = EvaluationsFile(run.evaluations), time.monotonic()
                 trained = _train(
-                    settings, run, screen, stop_request, notices, processes, evaluations
+                    settings, run, screen, stop_request, notices, processes, evaluations, news
                 )
                 seconds = time.monotonic() - started
                 facts = facts_of(settings, run, trained, seconds, processes.peak_bytes)
@@ -115,7 +114,7 @@ def run_demo(settings: LaunchOptions, screen: Screen) -> int:
             status = screen.failed(error)
         else:
             return 0
-        screen.advice(_after_a_failure(run))
+        screen.advice(_after_a_failure(run, news.logs))
         return status
 
 
@@ -125,8 +124,11 @@ def command_typed() -> str:
     return str(called) if called.name in COMMANDS else "python -m grpo_runs"
 
 
-def _after_a_failure(run: RunDirectory) -> list[str]:
-    lines = [f"logs of all services: {run.logs}"]
+def _after_a_failure(run: RunDirectory, logs: ServiceLogs) -> list[str]:
+    logs.read_new()
+    lines = [f"groups: {groups_text(logs.groups)}"] if logs.groups[DROPPED] else []
+    lines += [f"warnings: {warnings_text(logs.counts)}"] if logs.counts else []
+    lines.append(f"logs of all services: {run.logs}")
     saved, taken = run.newest_checkpoint_step(), len(GrowingFile(run.metrics).new_lines())
     if saved:
         repeated = f" (repeats {counted(taken - saved, 'step')})" if taken > saved else ""
@@ -144,13 +146,13 @@ def _train(
     notices: RunNotices,
     processes: ProcessRecords,
     evaluations: EvaluationsFile,
+    news: ServiceNews,
 ) -> Trained:
     records: list[StepRecord] = []
     if settings.resumed:  # the steps after the newest checkpoint are repeated
         records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     screen.lines(opening_lines(settings, run, len(records)))
     evaluations.read_new()  # those of the run that is resumed
-    news = ServiceNews(screen, run.logs, run)
 
     def watch(pids: Mapping[str, int]) -> None:
         processes.watch(pids)

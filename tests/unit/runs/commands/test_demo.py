@@ -220,7 +220,7 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
     flags = ("--run-dir", "run", "--on-end", "tee end.json", "--on-alert", "false")
     with (
         unrelated_process() as bystander,
-        started(tmp_path, *flags, STAND_IN_TRAINER_LINGERS="1") as demo,
+        started(tmp_path, *flags, STAND_IN_TRAINER_LINGERS="1", STAND_IN_WARNS="1") as demo,
     ):
         demo.wait_for_steps()
         before_a_step = tmp_path / "run/checkpoints/trainer_state/000001_step_0"
@@ -228,14 +228,19 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
         demo.process.send_signal(signal.SIGTERM)
         status, _, err = demo.finish()
         assert status == 143
-        first, second, third = err.splitlines()
-        assert first == "stopped by SIGTERM; every process of this run has ended"
-        assert second == "logs of all services: run/logs"
-        assert third.startswith("this run has no checkpoint of a step yet")
+        shown, *told, advice = err.splitlines()
+        assert shown == "warning: trainer loss.sign: hint=minus"
+        assert told == [
+            "stopped by SIGTERM; every process of this run has ended",
+            "groups: 4 submitted; 204 dropped, all scores equal (98 %)",
+            "warnings: trainer loss.sign (2 times)",
+            "logs of all services: run/logs",
+        ]
+        assert advice.startswith("this run has no checkpoint of a step yet")
         assert demo.all_ended()
         assert is_alive(bystander.pid)
-        told = json.loads((tmp_path / "end.json").read_text())
-        assert (told["state"], told["text"]) == ("stopped", "run run stopped: stopped by SIGTERM")
+        end = json.loads((tmp_path / "end.json").read_text())
+        assert (end["state"], end["text"]) == ("stopped", "run run stopped: stopped by SIGTERM")
 
 
 @pytest.mark.parametrize(
