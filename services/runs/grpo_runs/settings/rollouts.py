@@ -116,12 +116,14 @@ class RolloutsSettings(CommandSettings):
         if not self.run.is_dir():
             yield Mistake("run", f"no such directory: {self.run}; name the directory of a run")
             return
-        directory = RunDirectory(self.run).rollouts
+        run = RunDirectory(self.run)
+        directory = run.rollouts
         if directory is None:
+            others = " or ".join(map(str, run.untrained_rollouts.values()))
+            hint = "the directory of a run whose trainer wrote rollouts (--keep-rollouts above 0)"
             yield Mistake(
                 "run",
-                f"{self.run} contains no rollouts; name the directory of a run whose trainer wrote "
-                "rollouts (--keep-rollouts above 0)",
+                f"{self.run} contains no rollouts that were trained on; name {others or hint}",
             )
             return
         have = steps_in(directory)

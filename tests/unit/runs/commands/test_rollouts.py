@@ -218,4 +218,7 @@ def test_a_mistake_ends_with_status_2_and_one_line(words: str, run: Path, refuse
 
 def test_a_directory_without_rollouts_is_a_mistake(tmp_path: Path, refused: Refused) -> None:
     assert "contains no rollouts" in refused(shown, tmp_path)
+    dropped = tmp_path / "untrained/my/dropped"
+    dropped.mkdir(parents=True)
+    assert f"; name {dropped}" in refused(shown, tmp_path)
     assert "no such directory" in refused(shown, tmp_path / "x")
