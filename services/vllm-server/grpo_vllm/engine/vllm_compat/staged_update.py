@@ -59,6 +59,8 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
             finalize_layerwise_reload(self.model, self.model_config)
         self._unfinished = True
         initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            forget_kernels_of_experts(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As in the base class, which then synchronises an accelerator: that raises on a CPU."""
@@ -97,6 +99,15 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead) and hasattr(layer, _CPU_KERNEL):
                 layer.quant_method.process_weights_after_loading(layer)
+
+
+def forget_kernels_of_experts(model: torch.nn.Module) -> None:
+    """vLLM packs the weights of experts for a CPU only as it makes their kernel, so that an update
+    would leave them unpacked for a kernel that it keeps."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def round_biases(model: torch.nn.Module) -> None:
