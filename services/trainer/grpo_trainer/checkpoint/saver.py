@@ -111,13 +111,7 @@ class Saver:
         for name in due.models:
             self._save_model(name)
         self._save_state(position)
-        if self._needs_one_checkpoint(position.step):
-            self.store.keep_newest(1)
         self.seconds = time.monotonic() - started
-
-    def _needs_one_checkpoint(self, step: int) -> bool:
-        """After the last step, if replays can begin with the base model and its batches."""
-        return step == self.settings.steps <= self.settings.keep_rollouts
 
     def batch_skipped(self, position: Position) -> None:
         """A batch was skipped: the next checkpoint includes it."""

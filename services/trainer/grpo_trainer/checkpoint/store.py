@@ -282,12 +282,9 @@ class StateStore:
             size_bytes = (directory / TENSORS).stat().st_size
             files = {TENSORS: FileFacts(size_bytes=size_bytes, sha256=digest)}
             _write_record(record.model_copy(update={"files": files}), directory)
-        self.keep_newest(KEPT)
-        return target
-
-    def keep_newest(self, number: int) -> None:
-        for _, path in sorted(self._numbered().items())[:-number]:
+        for _, path in sorted(self._numbered().items())[:-KEPT]:
             remove_directory(path)
+        return target
 
     def newest(self) -> SavedState | None:
         """The newest checkpoint, if any. Raises `DamagedState` if its record cannot be read."""

@@ -137,18 +137,6 @@ def test_batches_are_acknowledged_once_a_state_and_its_models_are_saved(tmp_path
         assert newest.record.maxent == rig.saver.coefficients.tau.to_save == (0.5, 1.0)
 
 
-@pytest.mark.parametrize(("keep_rollouts", "kept"), [(STEPS, 1), (STEPS - 1, 2)])
-def test_a_complete_run_keeps_one_state_if_replays_can_begin_with_the_base_model(
-    keep_rollouts: int, kept: int, tmp_path: Path
-) -> None:
-    with bench(tmp_path, state_interval=1, keep_rollouts=keep_rollouts) as rig:
-        take_steps(rig.saver, STEPS - 1)
-        assert len(rig.saver.store.all()) == 2
-        rig.saver.step_taken(Position(step=STEPS, batch_id=STEPS, epoch=1))
-        assert [saved.record.step for saved in rig.saver.store.all()][-1] == STEPS
-        assert len(rig.saver.store.all()) == kept
-
-
 def test_a_resumed_run_saves_no_state_twice(tmp_path: Path) -> None:
     with bench(tmp_path, checkpoint_interval=0, state_interval=10) as rig:
         rig.saver.begin(Position(step=1, batch_id=1, epoch=2), is_saved=True)
