@@ -61,7 +61,7 @@ def environment(url: str, engine: StubServer, tokenizer: Path, log: Path) -> Man
     command = [
         *(sys.executable, "-m", "grpo_env", "arithmetic", "serve", "--no-drop-equal-scores"),
         *("--run-api-url", url, "--inference-url", engine.url),
-        *("--group-size", "2", "--model", str(tokenizer)),
+        *("--group-size", "2", "--model", str(tokenizer), "--held-out", "0"),
     ]
     return ManagedProcess(
         "environment", command, log, {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -111,6 +111,8 @@ def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
 def test_an_environment_that_is_killed_goes_on_behind_the_items_of_its_accepted_groups(
     redis_url: str, engine: StubServer, tokenizer: Path, tmp_path: Path
 ) -> None:
+    """Within a pass: also with all that is in the queue or in progress, 48 groups are fewer than
+    the 100 items."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     items: list[str] = []
@@ -119,10 +121,10 @@ def test_an_environment_that_is_killed_goes_on_behind_the_items_of_its_accepted_
         for name in ("first", "second"):
             process = environment(url, engine, tokenizer, tmp_path / name)
             try:
-                for _ in range(9):
+                for _ in range(6):
                     batch = trainer.next_batch(DEADLINE_S)
                     items += [(group.group_overrides or {})["item"] for group in batch.groups]
             finally:
                 process.kill()
-        assert len(set(items)) == len(items) == 72
+        assert len(set(items)) == len(items) == 48
     assert "items.continued" in (tmp_path / "second").read_text()
