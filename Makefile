@@ -272,17 +272,9 @@ faults-matrix: $(VENV)/.installed-dev ## Inject every fault of docs/explanation/
 bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.lora_decode --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
-.PHONY: bench-environment
-bench-environment: install ## Measure memory and CPU time of environments, and the cost of recording rollouts; writes benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks.environment --results benchmarks/RESULTS.md $(BENCH_FLAGS)
-
 .PHONY: bench-generate
 bench-generate: install ## Measure /generate here and /v1/completions of stock vLLM; writes benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.generate --results benchmarks/RESULTS.md $(BENCH_FLAGS)
-
-.PHONY: bench-objectives
-bench-objectives: install ## Train the tiny model with every objective; writes benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks.objectives --results benchmarks/RESULTS.md $(BENCH_FLAGS)
 
 .PHONY: bench-run-api
 bench-run-api: install ## Measure run-api and atroposlib's API server; writes benchmarks/RESULTS.md
