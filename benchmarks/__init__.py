@@ -1,1 +1,1 @@
-"""Benchmarks. Each is one command; its numbers are a section of RESULTS.md."""
+"""Benchmarks. Each is one command; its numbers are a section of docs/contributing/benchmarks.md."""

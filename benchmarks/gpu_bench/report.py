@@ -1,4 +1,4 @@
-"""What was measured: records in a file, lines on the screen, tables in RESULTS.md.
+"""What was measured: records in a file, lines on the screen, tables in Markdown.
 
 `python -m benchmarks.gpu_bench.report FILE...` writes the tables of such files without measuring.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, Self, TextIO
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from benchmarks.gpu_bench.settings import PARTS, PartName, ShapeName
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import replace_section
 from grpo_core.settings import Command, CommandSettings, load_settings
 
 
@@ -288,7 +288,8 @@ class RenderSettings(CommandSettings):
 
     figures: list[Path] = Field(description="Files that runs appended to")
     results: Path = Field(
-        Path("benchmarks/RESULTS.md"), description="Markdown file whose sections are replaced"
+        Path("docs/contributing/benchmarks.md"),
+        description="Markdown file whose sections are replaced",
     )
 
 

@@ -139,7 +139,7 @@ PART_WEIGHTS: dict[PartName, float] = {
 
 class GpuBenchSettings(CommandSettings):
     """Measure decoding, publication, adapter swaps, training, memory and sharing of one GPU, with a
-    model of random weights, and write a section of benchmarks/RESULTS.md."""
+    model of random weights, and write a section of docs/contributing/benchmarks.md."""
 
     command: ClassVar[Command] = Command(prog="bench-gpu", env_prefix="BENCH_GPU_")
 

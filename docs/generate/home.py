@@ -22,6 +22,4 @@ def introduction() -> str:
 
 
 def _for_the_site(text: str) -> str:
-    """Links out of the documentation lead to the page that includes the file."""
-    page = "](contributing/benchmarks.md"
-    return text.replace("](docs/", "](").replace("](benchmarks/RESULTS.md", page)
+    return text.replace("](docs/", "](")
