@@ -8,13 +8,12 @@ server, and every metric but the loss, use a second forward pass without dropout
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 
 import structlog
 import torch
-from torch import Tensor
 
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
@@ -48,7 +47,7 @@ from grpo_trainer.weight_digests import WeightDigests
 
 log = structlog.get_logger()
 
-_SUMS = [field.name for field in fields(LossSums)]
+_SUMS = [column.name for column in fields(LossSums)]
 _MAXIMA = [name for name in _SUMS if name.endswith("max")]
 
 
@@ -97,24 +96,24 @@ def accumulate_gradients(
     Raises:
         NonFiniteStep: the loss or the gradient norm is NaN or infinite, on all ranks alike.
     """
-
-    def scaled_by(scale: float) -> tuple[Sequence[float], LossSums, TokenTable]:
-        micro_batches = batch.micro_batches
-        portion = ranks.portion(micro_batches, micro_batches[0].without_weight())
+    micro_batches, stops = batch.micro_batches, ranks.count == 1
+    portion = ranks.portion(micro_batches, micro_batches[0].without_weight())
+    loss_scale = None if optimizer is None else optimizer.loss_scale
+    for scale in [1.0] if loss_scale is None else loss_scale.attempts():
+        found = Totals()
         with ranks.exchange("computing gradients"):
-            found = computed(policy, portion, objective, step, forward, scale, ranks.count == 1)
-        parts, sums = _over_ranks(found, ranks)
-        if not math.isfinite(sum(parts)):
-            raise _non_finite(f"step {step}", sum(parts), sums)
+            for number, micro in enumerate(portion):
+                where = f"step {step}, micro-batch {number}" if stops else None
+                found.add(*backward(policy, micro, objective, forward, scale, where))
+        found.add_up(ranks)
+        if not math.isfinite(sum(found.loss_parts)):
+            raise _non_finite(f"step {step}", sum(found.loss_parts), found.sums)
         if optimizer is not None and ranks.count > 1 and not is_divided(policy):
             optimizer.gradients.add_up(ranks, optimizer.masters)
-        seen = values_of_all(found.seen, micro_batches, ranks)
-        known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
-        return parts, sums, TokenTable.of(known, seen)
-
-    scale = None if optimizer is None else optimizer.loss_scale
-    found = scaled_by(1.0) if scale is None else scale.without_overflow(scaled_by)
-    return GradientStats(*found, norm=0.0 if optimizer is None else optimizer.gradient_norm(step))
+    seen = values_of_all(found.seen, micro_batches, ranks)
+    known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
+    norm = 0.0 if optimizer is None else optimizer.gradient_norm(step)
+    return GradientStats(found.loss_parts, found.sums, TokenTable.of(known, seen), norm)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Learner:
 
     Args:
         reference: None without a KL penalty
-        accumulate: collects the gradients of a batch, for the step with this index
+        part: with FSDP2, this rank's part of the policy, with its own forward pass
     """
 
     settings: TrainerSettings
@@ -132,7 +131,7 @@ class Learner:
     forward: FastForward
     reference: Reference | None
     optimizer: MasterOptimizer
-    accumulate: Callable[[Batch, Objective, int], GradientStats]
+    part: tuple[CausalLM, ForwardPass] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -154,6 +153,13 @@ class Learner:
         if self.reference is not None:
             batch = self.reference.added(batch, self.ranks)
         return with_advantages(batch, groups, objective, self.ranks)
+
+    def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
+        """As `accumulate_gradients`, on this rank."""
+        policy, forward = self.part or (self.policy, self.forward)
+        return accumulate_gradients(
+            policy, batch, objective, step, forward, self.optimizer, self.ranks
+        )
 
     def gradients(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
         """Compute a batch's gradients. A failed attempt is repeated once, because the machine may
@@ -184,16 +190,9 @@ def with_objective(learner: Learner, settings: TrainerSettings) -> Learner:
 
     Raises: those of `build_reference`
     """
-    policy, optimizer = learner.policy, learner.optimizer
-    differentiates = settings.entropy_coef > 0
-    forward = replace(learner.forward, differentiates_entropy=differentiates)
-    return replace(
-        learner,
-        settings=settings,
-        forward=forward,
-        reference=build_reference(policy, forward, settings),
-        accumulate=partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer),
-    )
+    forward = replace(learner.forward, differentiates_entropy=settings.entropy_coef > 0)
+    reference = build_reference(learner.policy, forward, settings)
+    return replace(learner, settings=settings, forward=forward, reference=reference)
 
 
 def load_learner(policy: CausalLM | None, settings: TrainerSettings, ranks: Ranks) -> Learner:
@@ -216,78 +215,88 @@ def build_learner(policy: CausalLM, settings: TrainerSettings, ranks: Ranks) -> 
     reference = build_reference(policy, forward, settings)
     if ranks.count == 1:
         optimizer = build_optimizer(policy, settings)
-        accumulate = partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer)
-        return Learner(settings, ranks, policy, forward, reference, optimizer, accumulate)
+        return Learner(settings, ranks, policy, forward, reference, optimizer)
     sharded = shard(policy, ranks) if settings.fsdp else None
-    part = policy if sharded is None else sharded.policy
-    used = forward if sharded is None or forward.head is None else sharded.within(forward)
+    part = None
+    if sharded is not None:
+        part = sharded.policy, forward if forward.head is None else sharded.within(forward)
     kind = partial(RankOptimizer, ranks=ranks, sharded=sharded)
-    optimizer = build_optimizer(part, settings, kind)
-    accumulate = partial(accumulate_gradients, part, forward=used, optimizer=optimizer, ranks=ranks)
-    return Learner(settings, ranks, policy, forward, reference, optimizer, accumulate)
+    optimizer = build_optimizer(part[0] if part else policy, settings, kind)
+    return Learner(settings, ranks, policy, forward, reference, optimizer, part)
 
 
-@dataclass(frozen=True)
-class Computed:
-    """Loss and metrics of some micro-batches. `seen`: [B, T] each, without gradient, in host
-    memory"""
+@dataclass
+class Totals:
+    """Loss and metrics of the micro-batches so far. `seen`: [B, T] of each of them, without
+    gradient, in host memory."""
 
-    loss_parts: Sequence[float]
-    sums: LossSums
-    seen: Sequence[TokenValues]
+    loss_parts: Sequence[float] = (0.0,) * len(LossParts._fields)
+    sums: LossSums = NO_SUMS
+    seen: list[TokenValues] = field(default_factory=list)
+
+    def add(self, loss_parts: Sequence[float], sums: LossSums, seen: TokenValues) -> None:
+        self.loss_parts = [a + b for a, b in zip(self.loss_parts, loss_parts, strict=True)]
+        self.sums += sums
+        self.seen.append(seen)
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Make loss and sums those of the whole batch."""
+        if ranks.count == 1:
+            return
+        values = [getattr(self.sums, name) for name in _SUMS]
+        flat = torch.tensor([*self.loss_parts, *values], dtype=torch.float64)
+        largest = torch.tensor([getattr(self.sums, name) for name in _MAXIMA]).double()
+        totals, parts = ranks.total(flat).tolist(), len(self.loss_parts)
+        whole = dict(zip(_SUMS, totals[parts:], strict=True))
+        maxima = dict(zip(_MAXIMA, ranks.maximum(largest).tolist(), strict=True))
+        self.loss_parts, self.sums = totals[:parts], LossSums(**whole | maxima)
 
 
-def computed(
+def backward(
     policy: CausalLM,
-    micro_batches: Sequence[MicroBatch],
+    micro: MicroBatch,
     objective: Objective,
-    step: int,
     forward: ForwardPass,
-    scale: float = 1.0,
-    stops: bool = True,
-) -> Computed:
-    """Run forward and backward over some of a batch's micro-batches.
+    scale: float,
+    where: str | None,
+) -> tuple[list[float], LossSums, TokenValues]:
+    """Run forward and backward over a micro-batch; returns what `Totals.add` takes.
 
     Args:
         scale: multiplies the gradients
-        stops: raise the error at once; else go on, because the backward passes of several ranks
-            wait for each other
+        where: names the micro-batch in an error. None: never raise, because the backward passes of
+            several ranks wait for each other
+
     Raises:
-        NonFiniteLoss: the loss of a micro-batch is NaN or infinite.
+        NonFiniteLoss: the loss is NaN or infinite.
     """
-    totals, sums = [0.0] * len(LossParts._fields), NO_SUMS
-    seen: list[TokenValues] = []
-    dropouts, device = adapter_dropouts(policy), device_of(policy)
-    for i, micro in enumerate(micro_batches):
-        on_device = micro.to(device)
-        with dropout_on(dropouts):
-            trained = forward(policy, on_device)
-        without_dropout = trained
-        if dropouts:
-            with torch.no_grad():
-                without_dropout = forward(policy, on_device)
-        on_device = on_device.with_recomputed(without_dropout.logp)
-        parts = step_loss(trained, on_device, objective)
-        loss = parts.policy + parts.kl + parts.entropy
-        # One transfer to the host for all values that are read here: each transfer waits for the
-        # device.
-        read, values = _to_host(parts, without_dropout)
-        known = micro.with_recomputed(values.logp)
-        if stops and not math.isfinite(sum(read)):
-            found = loss_sums(
-                values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
-            )
-            raise _non_finite(f"step {step}, micro-batch {i}", sum(read), found)
-        # Dropout is on again, because layers that are recomputed must repeat the forward pass.
-        with dropout_on(dropouts):
-            (scale * loss).backward()  # type: ignore[no-untyped-call]
-        # The host computes the sums while the GPU runs the backward pass.
-        totals = [a + b for a, b in zip(totals, read, strict=True)]
-        sums += loss_sums(
-            values.logp, values.entropy, micro.reference_logp, *_columns(known), objective
-        )
-        seen.append(values)
-    return Computed(totals, sums, seen)
+    dropouts, on_device = adapter_dropouts(policy), micro.to(device_of(policy))
+    with dropout_on(dropouts):
+        trained = forward(policy, on_device)
+    without_dropout = trained
+    if dropouts:
+        with torch.no_grad():
+            without_dropout = forward(policy, on_device)
+    on_device = on_device.with_recomputed(without_dropout.logp)
+    parts = step_loss(trained, on_device, objective)
+    loss = parts.policy + parts.kl + parts.entropy
+    # One transfer to the host for all values that are read here: each transfer waits for the
+    # device.
+    read, values = _to_host(parts, without_dropout)
+    if where is not None and not math.isfinite(sum(read)):
+        raise _non_finite(where, sum(read), _sums(values, micro, objective))
+    # Dropout is on again, because layers that are recomputed must repeat the forward pass.
+    with dropout_on(dropouts):
+        (scale * loss).backward()  # type: ignore[no-untyped-call]
+    # The host computes the sums while the GPU runs the backward pass.
+    return read, _sums(values, micro, objective), values
+
+
+def _sums(values: TokenValues, micro: MicroBatch, objective: Objective) -> LossSums:
+    """Args: values, micro: in host memory"""
+    known = micro.with_recomputed(values.logp)
+    columns = known.behaviour_logp, known.advantages, known.token_weight
+    return loss_sums(values.logp, values.entropy, micro.reference_logp, *columns, objective)
 
 
 def _non_finite(where: str, loss: float, sums: LossSums) -> NonFiniteLoss:
@@ -298,27 +307,9 @@ def _non_finite(where: str, loss: float, sums: LossSums) -> NonFiniteLoss:
     )
 
 
-def _over_ranks(found: Computed, ranks: Ranks) -> tuple[Sequence[float], LossSums]:
-    """The loss's parts and the sums of the whole batch."""
-    if ranks.count == 1:
-        return found.loss_parts, found.sums
-    values = [getattr(found.sums, name) for name in _SUMS]
-    flat = torch.tensor([*found.loss_parts, *values], dtype=torch.float64)
-    largest = torch.tensor([getattr(found.sums, name) for name in _MAXIMA]).double()
-    totals, parts = ranks.total(flat).tolist(), len(LossParts._fields)
-    whole = dict(zip(_SUMS, totals[parts:], strict=True))
-    maxima = dict(zip(_MAXIMA, ranks.maximum(largest).tolist(), strict=True))
-    return totals[:parts], LossSums(**whole | maxima)
-
-
 def _to_host(parts: LossParts, values: TokenValues) -> tuple[list[float], TokenValues]:
     """Copy all to host memory in one transfer: scalars, [B, T] each."""
     scalars = torch.stack(parts).detach()
     flat = torch.cat([scalars, *(value.detach().flatten() for value in values)]).cpu()
     shape = (len(values), *values.logp.shape)
     return flat[: len(parts)].tolist(), TokenValues(*flat[len(parts) :].view(shape))
-
-
-def _columns(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss's inputs other than the policy's logprobs."""
-    return micro.behaviour_logp, micro.advantages, micro.token_weight

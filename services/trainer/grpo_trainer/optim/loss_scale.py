@@ -8,9 +8,8 @@ by it when they are used: loss scaling (arXiv 1710.03740, section 3.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
 
 import structlog
 import torch
@@ -23,7 +22,6 @@ log = structlog.get_logger()
 
 GROWTH_STEPS = 100
 """The loss scale is doubled after this many steps without overflow."""
-T = TypeVar("T")
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -126,28 +124,25 @@ class LossScale:
     def value(self) -> float:
         return self.record.value
 
-    def without_overflow(self, backward: Callable[[float], T]) -> T:
-        """Run `backward` with the current scale, and halve it until the gradients are finite.
+    def attempts(self) -> Iterator[float]:
+        """The scales to collect a batch's gradients with, until these are finite: the current one,
+        then half of it, and so on.
 
         If they are not finite even at 1, the batch is the cause: the scale is restored, and the
         next optimizer step refuses the gradients.
-
-        Returns:
-            The result of `backward`, which collects a batch's gradients at the given scale.
         """
         before = self.record
-        while True:
-            found = backward(self.value)
-            if math.isfinite(float(self._gradients.norm())):
-                return found
+        yield self.value
+        while not math.isfinite(float(self._gradients.norm())):
             if self.value == 1:
                 self.record = before
-                return found
+                return
             self._gradients.clear()
             self.record = ScaleRecord(value=self.value / 2)
             log.info(
                 "loss_scale.halved", scale=self.value, reason="the gradients overflowed float16"
             )
+            yield self.value
 
     def step_taken(self) -> None:
         steps = self.record.good_steps + 1

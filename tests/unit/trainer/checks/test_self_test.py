@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer import learner
 from grpo_trainer.checks.self_test import SelfTest
 from grpo_trainer.errors import SelfTestFailed
-from grpo_trainer.learner import Learner, accumulate_gradients
+from grpo_trainer.learner import Learner
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
@@ -30,8 +29,7 @@ def self_test_of(
     policy: Any, forward: FastForward, reference: Reference | None, settings: TrainerSettings
 ) -> SelfTest:
     optimizer = optimizer_of(policy)
-    accumulate = partial(accumulate_gradients, policy, forward=forward, optimizer=optimizer)
-    return SelfTest(Learner(settings, ALONE, policy, forward, reference, optimizer, accumulate))
+    return SelfTest(Learner(settings, ALONE, policy, forward, reference, optimizer))
 
 
 def bench(policy: Any = None, **options: Any) -> SelfTest:

@@ -15,18 +15,17 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from grpo_core.clients.run_api import LeasedBatch
-from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.coefficients import Tau, coefficients_of
 from grpo_trainer.data.batches import BatchSource, Position
-from grpo_trainer.data.collate import Batch, MicroBatch
+from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.data.filter import NO_HISTORY
 from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
-from grpo_trainer.learner import GradientStats, Learner, accumulate_gradients
+from grpo_trainer.learner import Learner
 from grpo_trainer.model.forward import plain_forward
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
@@ -130,10 +129,7 @@ class Bench:
         sinks = Sinks([self.records.append], [self.rollouts.append])
         recorder = Recorder(settings, sinks)
         forward: Any = self
-        learner = Learner(
-            *(settings, ALONE, self.policy, forward, self.reference, self.optimizer),
-            self.accumulate,
-        )
+        learner = Learner(*(settings, ALONE, self.policy, forward, self.reference, self.optimizer))
         provenance = ProvenanceLog(learner)
         lead = Lead(sync, source, checks, recorder, saver, coefficients_of(settings), provenance)
         position = Position(step=0, batch_id=0, epoch=1)
@@ -141,9 +137,6 @@ class Bench:
         while position.batch_id < len(batches):
             position = next(steps)
         return position
-
-    def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
-        return accumulate_gradients(self.policy, batch, objective, step, self, self.optimizer)
 
     def masters(self) -> list[list[float]]:
         return [master.flatten().tolist() for master in self.optimizer.masters]
