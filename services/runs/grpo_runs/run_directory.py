@@ -105,9 +105,11 @@ class RunDirectory:
     def disk_use(self) -> str:
         """The size of all files, and of those that only a resumed run and replays read."""
         states = self.checkpoints / _STATES
+        sizes = {at: at.lstat().st_size for at in self.path.rglob("*") if at.is_file()}
+        of_states = sum(size for at, size in sizes.items() if at.is_relative_to(states))
         return (
-            f"{_megabytes(self.path)} MB; {_megabytes(states)} MB of it, in {states.parent.name}/"
-            f"{_STATES}, only for --resume and grpo-replay"
+            f"{sum(sizes.values()) / 1e6:,.0f} MB; {of_states / 1e6:,.0f} MB of it, in "
+            f"{states.relative_to(self.path)}, only for --resume and grpo-replay"
         )
 
     @contextlib.contextmanager
@@ -133,14 +135,6 @@ class RunDirectory:
                 return False
         except RunDirectoryUnusable:
             return True
-
-
-def _megabytes(directory: Path) -> str:
-    size = 0
-    with contextlib.suppress(OSError):  # a file may be removed meanwhile
-        for path in directory.rglob("*"):
-            size += path.stat().st_size if path.is_file() else 0
-    return f"{size / 1e6:,.0f}"
 
 
 def server_names(number: int) -> list[str]:
