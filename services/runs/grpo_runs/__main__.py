@@ -26,7 +26,7 @@ from grpo_runs.settings import (
     SftSettings,
     WatchSettings,
 )
-from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions, RunSettings
+from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
 
 FILES = (".yaml", ".yml", ".toml")
 
@@ -41,7 +41,7 @@ def run() -> None:
     _start(RunSettings)
 
 
-def _start(kind: type[LaunchOptions], below: Path | None = None) -> NoReturn:
+def _start(kind: type[RunSettings], below: Path | None = None) -> NoReturn:
     words = with_config_of_resumed_run(kind.command, file_first(kind.command.prog, sys.argv[1:]))
     settings = load_settings(
         kind, words, at_start=True, below=below, dry_run_notes=command_lines_of_services
@@ -105,7 +105,7 @@ def _run(settings: CommandSettings, module: str, function: str) -> NoReturn:
     raise SystemExit(getattr(command, function)(settings, Screen()))
 
 
-def command_lines_of_services(settings: LaunchOptions) -> Iterator[str]:
+def command_lines_of_services(settings: RunSettings) -> Iterator[str]:
     from grpo_runs.services import command_lines
 
     yield "Command lines of the services. Each run chooses its own ports:"

@@ -24,13 +24,13 @@ from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 
 if TYPE_CHECKING:
-    from grpo_runs.settings.run import LaunchOptions
+    from grpo_runs.settings.run import RunSettings
 
 LOOK_EVERY_S = 5.0
 
 
 def notifier_of(
-    settings: LaunchOptions, screen: Screen, redis_password: str | None = None
+    settings: RunSettings, screen: Screen, redis_password: str | None = None
 ) -> Notifier:
     held = [plain(value) for name, value in settings if _is_secret(name, value)]
     secrets = secrets_of(os.environ, *held, redis_password)
@@ -46,7 +46,7 @@ def _is_secret(option: str, value: object) -> bool:
 class RunNotices:
     """Of a run whose services are all started here."""
 
-    def __init__(self, settings: LaunchOptions, run: RunDirectory, screen: Screen) -> None:
+    def __init__(self, settings: RunSettings, run: RunDirectory, screen: Screen) -> None:
         self._settings = settings
         self._run = run
         self._notifier = notifier_of(settings, screen, known_password(run.redis))

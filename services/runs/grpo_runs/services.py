@@ -39,7 +39,7 @@ from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, start_on_screen
 from grpo_runs.run_directory import MODEL_JOB, RUNS, RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.settings.run import LaunchOptions
+from grpo_runs.settings.run import RunSettings
 from grpo_runs.views import (
     HOST,
     Places,
@@ -76,7 +76,7 @@ class SocketPathTooLong(GrpoError):
 class ServiceFactory:
     """Builds the services of one run that are all started here."""
 
-    settings: LaunchOptions
+    settings: RunSettings
     run: RunDirectory
     probe: HealthProbe
 
@@ -207,7 +207,7 @@ def words_of(service: str, values: Mapping[str, Any]) -> list[str]:
     return given_words(VIEWS[service], known)
 
 
-def _weights_address(settings: LaunchOptions, places: Places) -> dict[str, str]:
+def _weights_address(settings: RunSettings, places: Places) -> dict[str, str]:
     """Variables of the trainer: where it serves its weights to several servers. Those of a run
     whose services are all started here see its disk too."""
     names = ("MASTER_ADDR", "MASTER_PORT")
@@ -219,7 +219,7 @@ def _weights_address(settings: LaunchOptions, places: Places) -> dict[str, str]:
 
 
 def _server_words(
-    settings: LaunchOptions, places: Places, number: int, health_port: int | None = None
+    settings: RunSettings, places: Places, number: int, health_port: int | None = None
 ) -> list[str]:
     values = server_values(settings, places, number)
     words = [*vllm_words(settings, places.model), *values.pop("engine_arguments")]
@@ -249,7 +249,7 @@ def _teacher_key(key: SecretStr | None) -> dict[str, str]:
     return {} if key is None else {"TEACHER_API_KEY": key.get_secret_value()}
 
 
-def make_weights_directory(settings: LaunchOptions, places: Places) -> None:
+def make_weights_directory(settings: RunSettings, places: Places) -> None:
     """Call it before the server starts, which requires its weights directory to exist."""
     if not settings.weight_mode.shares_memory:
         places.weights_directory.mkdir(parents=True, exist_ok=True)
@@ -269,7 +269,7 @@ def make_model(stack: Stack, screen: Screen, model: str, deadline_s: float) -> s
         return path_file.read_text().strip()
 
 
-def command_lines(settings: LaunchOptions) -> list[str]:
+def command_lines(settings: RunSettings) -> list[str]:
     """One line per service, without secrets. Starts nothing."""
     run = RunDirectory(settings.resumed or settings.run_dir or RUNS / "new")
     api_port = free_port()
@@ -297,7 +297,7 @@ def _shown(service: Service) -> str:
     return shlex.join([*urls, *without_secrets(service.command)[0]])
 
 
-def servers_of(settings: LaunchOptions, places: Places, probe: HealthProbe) -> list[Service]:
+def servers_of(settings: RunSettings, places: Places, probe: HealthProbe) -> list[Service]:
     """The servers of a run whose run-api and environments run already."""
     threads = {"OMP_NUM_THREADS": str(settings.server_threads)} if settings.servers > 1 else {}
     return [
@@ -314,7 +314,7 @@ def servers_of(settings: LaunchOptions, places: Places, probe: HealthProbe) -> l
     ]
 
 
-def trainer_of(settings: LaunchOptions, places: Places) -> Service:
+def trainer_of(settings: RunSettings, places: Places) -> Service:
     """The trainer of a run whose run-api and environments run already."""
     values = trainer_values(settings, places)
     return Service(
@@ -332,7 +332,7 @@ def trainer_of(settings: LaunchOptions, places: Places) -> Service:
     )
 
 
-def _keys(settings: LaunchOptions, name: str) -> dict[str, str]:
+def _keys(settings: RunSettings, name: str) -> dict[str, str]:
     """Secrets that were given, as variables."""
     token, key = plain(settings.run_api_token), plain(getattr(settings, name))
     return ({"RUN_API_TOKEN": token} if token else {}) | ({"VLLM_API_KEY": key} if key else {})

@@ -23,7 +23,7 @@ from grpo_runs.models import default_max_model_len
 from grpo_runs.run_directory import RunDirectory, server_names
 
 if TYPE_CHECKING:
-    from grpo_runs.settings.run import LaunchOptions
+    from grpo_runs.settings.run import RunSettings
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 256
@@ -90,7 +90,7 @@ class Places:
         )
 
     @classmethod
-    def of_pair(cls, settings: LaunchOptions, model: str, weights_socket: Path) -> Places:
+    def of_pair(cls, settings: RunSettings, model: str, weights_socket: Path) -> Places:
         """Of a server and a trainer, whose run-api and Redis run already."""
         return cls(
             model,
@@ -104,7 +104,7 @@ class Places:
         )
 
     @classmethod
-    def not_yet_known(cls, settings: LaunchOptions) -> Places:
+    def not_yet_known(cls, settings: RunSettings) -> Places:
         """For checks before the model is made and before the ports are chosen."""
         model = TO_BE_MADE if settings.model in MADE_HERE else settings.model
         socket = Path("weights.sock")
@@ -124,7 +124,7 @@ class Places:
     def server_names(self) -> list[str]:
         return server_names(len(self.server_ports))
 
-    def teacher_model(self, settings: LaunchOptions) -> str:
+    def teacher_model(self, settings: RunSettings) -> str:
         """A directory or an id on the hub. A model that this project makes is made once."""
         named = settings.teacher_model or ""
         return self.model if named == settings.model else named
@@ -135,7 +135,7 @@ class Places:
         return {"REDIS_URL": self.redis_url}
 
 
-def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
+def trainer_values(settings: RunSettings, places: Places) -> dict[str, Any]:
     mode = settings.weight_mode
     whole = {} if places.run is None else _of_whole_run(settings, places.run)
     url_here = settings.server_url if places.run is None else url(places.server_ports[0])
@@ -177,7 +177,7 @@ _DEFAULTS_OF_TRAINER: Mapping[str, Any] = {
 """Of a run whose services are all started here."""
 
 
-def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
+def _of_whole_run(settings: RunSettings, run: RunDirectory) -> dict[str, Any]:
     sizes, given = settings.sizes, settings.given(TRAINER)
     values: dict[str, Any] = {
         "steps": sizes.steps,
@@ -207,7 +207,7 @@ def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
     return values
 
 
-def server_values(settings: LaunchOptions, places: Places, number: int = 0) -> dict[str, Any]:
+def server_values(settings: RunSettings, places: Places, number: int = 0) -> dict[str, Any]:
     """Without what the launcher adds for vLLM: see `vllm_words`.
 
     Args: number: of the server, counted from 0
@@ -246,7 +246,7 @@ def server_values(settings: LaunchOptions, places: Places, number: int = 0) -> d
     return values
 
 
-def teacher_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
+def teacher_values(settings: RunSettings, places: Places) -> dict[str, Any]:
     """Of the teacher's server, which takes no part in the run."""
     return {
         "model": places.teacher_model(settings),
@@ -259,7 +259,7 @@ def teacher_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     }
 
 
-def vllm_words(settings: LaunchOptions, model: str) -> list[str]:
+def vllm_words(settings: RunSettings, model: str) -> list[str]:
     """Options of vLLM that follow from the settings. The user's own come later and win."""
     if not settings.starts_all:
         dtype = [] if settings.dtype == "auto" else ["--dtype", settings.dtype]
@@ -280,7 +280,7 @@ def vllm_words(settings: LaunchOptions, model: str) -> list[str]:
     return words
 
 
-def environment_values(settings: LaunchOptions, places: Places, task: str) -> dict[str, Any]:
+def environment_values(settings: RunSettings, places: Places, task: str) -> dict[str, Any]:
     sizes, run = settings.sizes, places.run
     defaults: dict[str, Any] = {
         "group_size": settings.group_size,
@@ -325,7 +325,7 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
     return without_none(values)
 
 
-def run_api_values(settings: LaunchOptions, places: Places, port: int) -> dict[str, Any]:
+def run_api_values(settings: RunSettings, places: Places, port: int) -> dict[str, Any]:
     return settings.given(RUN_API) | {
         "host": HOST,
         "port": port,
@@ -338,7 +338,7 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def token_variables(settings: LaunchOptions) -> dict[str, str]:
+def token_variables(settings: RunSettings) -> dict[str, str]:
     """For run-api and the server; other users can read command lines."""
     token = plain(settings.run_api_token)
     return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}

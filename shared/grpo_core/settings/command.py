@@ -101,6 +101,7 @@ class Command:
         defaults: texts for options whose default is another than the field's
         brief: fields that `--help` only names, since another command describes them
         others: names that are passed on although they resemble options of this command
+        left_out: fields of other commands that are no options of this one
     """
 
     prog: str
@@ -118,6 +119,7 @@ class Command:
     defaults: Mapping[str, str] = field(default_factory=dict)
     brief: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
 
     def alias(self, name: str) -> Alias | None:
         found = self.aliases.get(name)

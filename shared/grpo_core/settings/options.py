@@ -136,7 +136,7 @@ def options_of(settings_type: type[CommandSettings]) -> dict[str, Option]:
     return {
         name: Option(name, fields[name], command.defaults.get(name))
         for name in order
-        if name != command.passes_on
+        if name != command.passes_on and name not in command.left_out
     }
 
 

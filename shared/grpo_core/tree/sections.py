@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -54,36 +53,12 @@ SET_BY_LAUNCHER = frozenset(
 )
 """Options that connect trainer and server, which whoever starts both sets."""
 LEFT_OUT = SET_BY_LAUNCHER | {
-    *("memory_plan", "logdir"),
+    *("memory_plan", "logdir", "token"),
     *("action", "answers", "output", "ready_file", "server_type", "engine_arguments"),
 }
 """These, and options of other uses of the services than a run."""
 NAME = "name"
 """`task: {name: my.py:reward, data: rows.jsonl}` means `task: my.py:reward` and its data."""
-
-
-def fields_below(own: type[CommandSettings]) -> dict[str, tuple[Any, FieldInfo]]:
-    """The options of all services that `own` does not declare itself, for `create_model`."""
-    found = {name: info for section in SECTIONS for name, info in _options_in(section)}
-    return _copied(found, own)
-
-
-def fields_of(
-    service: str, own: type[CommandSettings], left_out: Collection[str]
-) -> dict[str, tuple[Any, FieldInfo]]:
-    """The options of one service, as `fields_below`."""
-    fields = VIEWS[service].model_fields.items()
-    return _copied({name: info for name, info in fields if name not in left_out}, own)
-
-
-def _copied(
-    found: Mapping[str, FieldInfo], own: type[CommandSettings]
-) -> dict[str, tuple[Any, FieldInfo]]:
-    return {
-        name: (info.annotation, copy.copy(info))
-        for name, info in found.items()
-        if name not in own.model_fields
-    }
 
 
 def sections_of(own: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -25,12 +25,12 @@ from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, StopRequest
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.services import MODULES, ServiceFactory, command_lines
-from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions, RunSettings
+from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
 from grpo_runs.views import Places
 from tests.unit.runs.stand_ins import Shown
 
 REDIS_URL = "redis://:a-secret@127.0.0.1:2/0"
-FactoryOf = Callable[[LaunchOptions], ServiceFactory]
+FactoryOf = Callable[[RunSettings], ServiceFactory]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def factory_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fact
         yield lambda settings: ServiceFactory(settings, RunDirectory(tmp_path), probe)
 
 
-def load(*words: str) -> LaunchOptions:
+def load(*words: str) -> RunSettings:
     return load_settings(DemoSettings, words, {}, below=DEMO_FILE)
 
 

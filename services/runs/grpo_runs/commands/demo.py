@@ -57,7 +57,7 @@ from grpo_runs.services import (
     redis_url,
     weights_socket_path,
 )
-from grpo_runs.settings.run import LaunchOptions
+from grpo_runs.settings.run import RunSettings
 from grpo_runs.views import Places
 from grpo_runs.watch.beside import page_beside
 from grpo_runs.watch.logs import DROPPED, ServiceLogs
@@ -77,7 +77,7 @@ class NoTrainingStep(GrpoError):
     """All processes are running, but the trainer finished no step within `--step-deadline-s`."""
 
 
-def run_demo(settings: LaunchOptions, screen: Screen) -> int:
+def run_demo(settings: RunSettings, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request, contextlib.ExitStack() as held:
         try:
@@ -139,7 +139,7 @@ def _after_a_failure(run: RunDirectory, logs: ServiceLogs) -> list[str]:
 
 
 def _train(
-    settings: LaunchOptions,
+    settings: RunSettings,
     run: RunDirectory,
     screen: Screen,
     stop_request: StopRequest,
@@ -203,14 +203,14 @@ def _train(
             news.look()
 
 
-def _keep_settings(settings: LaunchOptions, run: RunDirectory) -> None:
+def _keep_settings(settings: RunSettings, run: RunDirectory) -> None:
     """Those of a resumed run, not before a step is taken: a trainer that refuses them leaves the
     earlier ones."""
     if settings.resumed:
         run.write_config(resolved_yaml(settings.command, settings.resolved()))
 
 
-def opening_lines(settings: LaunchOptions, run: RunDirectory, done: int) -> list[str]:
+def opening_lines(settings: RunSettings, run: RunDirectory, done: int) -> list[str]:
     """Args: done: steps of a run that is resumed"""
     sizes, mode = settings.sizes, settings.weight_mode
     steps = f"steps {done + 1} to {sizes.steps}" if done else counted(sizes.steps, "training step")

@@ -26,7 +26,7 @@ from grpo_runs.report.summary import counted
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module, words_of
-from grpo_runs.settings.evaluate import EvalOptions
+from grpo_runs.settings.evaluate import EvalSettings
 from grpo_runs.views import HOST, MAX_NUM_SEQS, url
 from grpo_runs.watch.news import ServiceNews
 
@@ -52,7 +52,7 @@ class EvaluationFailed(GrpoError):
     """`env-server TASK evaluate` failed, or wrote no results. The message names the log."""
 
 
-def evaluate_models(settings: EvalOptions, screen: Screen) -> int:
+def evaluate_models(settings: EvalSettings, screen: Screen) -> int:
     """Returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request:
         try:
@@ -76,8 +76,8 @@ def evaluate_models(settings: EvalOptions, screen: Screen) -> int:
 
 
 def _with_models_made(
-    settings: EvalOptions, screen: Screen, stop_request: StopRequest
-) -> EvalOptions:
+    settings: EvalSettings, screen: Screen, stop_request: StopRequest
+) -> EvalSettings:
     """With the directories of models that are made here in place of their names."""
     words = {name: getattr(settings, name) for name in MODELS}
     made: dict[str, str] = {}
@@ -89,7 +89,7 @@ def _with_models_made(
 
 
 def _evaluated(
-    settings: EvalOptions,
+    settings: EvalSettings,
     served: str,
     models: Sequence[EvaluatedModel],
     screen: Screen,
@@ -120,7 +120,7 @@ def _evaluated(
 
 
 def inference_server(
-    settings: EvalOptions, probe: HealthProbe, port: int, model: str, flags: Sequence[str]
+    settings: EvalSettings, probe: HealthProbe, port: int, model: str, flags: Sequence[str]
 ) -> Service:
     """Args: flags: for the adapters"""
     memory, gpu_share = settings.served_kv_cache_mib, settings.gpu_memory_utilization
@@ -150,7 +150,7 @@ def inference_server(
     )
 
 
-def _variables(settings: EvalOptions) -> dict[str, str]:
+def _variables(settings: EvalSettings) -> dict[str, str]:
     """For the server: its key, which other users could read on a command line, and its GPU."""
     token = plain(settings.vllm_api_key)
     _, colon, number = settings.device.partition(":")
@@ -180,7 +180,7 @@ def _results_of(
     task: str,
     model: EvaluatedModel,
     server_url: str,
-    settings: EvalOptions,
+    settings: EvalSettings,
     stack: Stack,
     screen: Screen,
 ) -> list[tuple[EvalResult, bytes]]:
@@ -214,7 +214,7 @@ def _show_progress(log: GrowingFile, screen: Screen) -> None:
 
 
 def evaluation_job(
-    task: str, model: EvaluatedModel, server_url: str, output: Path, settings: EvalOptions
+    task: str, model: EvaluatedModel, server_url: str, output: Path, settings: EvalSettings
 ) -> Service:
     """`env-server TASK evaluate`, which ends by itself."""
     values = settings.environment(task, model.served) | {"inference_url": server_url}
@@ -238,9 +238,9 @@ def _needs_no_hub(task: str, data: str | None) -> bool:
     return Path(data).exists() if data else task in MAKES_ITS_DATA
 
 
-def _plan(settings: EvalOptions) -> str:
+def _plan(settings: EvalSettings) -> str:
     how = "greedy" if settings.greedy else f"temperature {settings.sampling_temperature:g}"
-    items, answers = counted(settings.items, "item"), counted(settings.answers, "answer")
+    items, answers = counted(settings.items, "item"), counted(settings.answer_count, "answer")
     return f"at most {items}, {answers} each, {how}"
 
 
@@ -251,7 +251,7 @@ def _why(log: Path, written: int, status: int) -> str:
     return named[-1] if named else f"env-server ended with {describe_exit(status)}"
 
 
-def _named(result: EvalResult, model: EvaluatedModel, settings: EvalOptions) -> EvalResult:
+def _named(result: EvalResult, model: EvaluatedModel, settings: EvalSettings) -> EvalResult:
     """With the name of the model, and with the metrics of `--ks`."""
     kept = {name: getattr(result, name) for name in _KEPT}
     ks, seed = settings.ks, settings.seed

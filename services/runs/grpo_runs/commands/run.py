@@ -32,7 +32,7 @@ from grpo_runs.services import (
     trainer_of,
     weights_socket_path,
 )
-from grpo_runs.settings.run import LaunchOptions
+from grpo_runs.settings.run import RunSettings
 from grpo_runs.views import Places
 from grpo_runs.watch.news import ServiceNews
 
@@ -40,7 +40,7 @@ SIGNALLED = 128
 """Exit statuses above it: a signal ended the trainer."""
 
 
-def run_together(settings: LaunchOptions, screen: Screen) -> int:
+def run_together(settings: RunSettings, screen: Screen) -> int:
     """`start_together`, and tells its end."""
     status = start_together(settings, screen)
     state = "completed" if status == 0 else "stopped" if status > SIGNALLED else "failed"
@@ -59,7 +59,7 @@ def run_together(settings: LaunchOptions, screen: Screen) -> int:
     return status
 
 
-def start_together(settings: LaunchOptions, screen: Screen) -> int:
+def start_together(settings: RunSettings, screen: Screen) -> int:
     """Starts server and trainer, for a run without --task. Returns the trainer's exit status, or
     128 + n if signal n ended it. If the trainer was not started: 1 after a failure, 128 + n after
     signal n."""

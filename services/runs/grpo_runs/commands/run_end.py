@@ -18,7 +18,7 @@ from grpo_runs.report.summary import (
 )
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.settings.run import LaunchOptions
+from grpo_runs.settings.run import RunSettings
 from grpo_runs.watch.logs import ServiceLogs
 
 
@@ -35,7 +35,7 @@ class Trained:
 
 
 def facts_of(
-    settings: LaunchOptions,
+    settings: RunSettings,
     run: RunDirectory,
     trained: Trained,
     seconds: float,
@@ -56,7 +56,7 @@ def facts_of(
 
 
 def report_run(
-    settings: LaunchOptions,
+    settings: RunSettings,
     run: RunDirectory,
     screen: Screen,
     facts: RunFacts,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, SecretStr, create_model, field_validator
+from pydantic import AfterValidator, BaseModel, Field, field_validator
 
 from grpo_core.cpu import CPU
 from grpo_core.settings import (
@@ -23,7 +23,8 @@ from grpo_core.settings import (
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.sources import read_file
 from grpo_core.tree.environment import EnvironmentOptions
-from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS, fields_of
+from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS
+from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_runs.models import (
@@ -55,7 +56,95 @@ def all_cores() -> int:
     return CPU.cores
 
 
-class EvalOptions(ServerHere):
+_CHECKPOINTS = "checkpoints"
+_OF_TRAINING = frozenset(
+    {
+        *("group_size", "temperature", "max_batches_offpolicy", "max_concurrent_groups", "seed"),
+        *("drop_equal_scores", "start_completion_tokens", "log_level", "use_wandb", "wandb_name"),
+        *("weight", "min_batch_allocation", "start_deadline_s", "vllm_api_key"),
+        *("curriculum", "curriculum_dir", "untrained_dir"),
+        *("teacher_url", "teacher_model", "teacher_api_key", "teacher_system_prompt"),
+    }
+)
+"""Options of a run's environments that an evaluation does not take over."""
+_OWN_NAMES = {
+    "eval_items": "items",
+    "eval_samples": "samples",
+    "eval_temperature": "temperature",
+    "seq_len": "max_model_len",
+}
+"""Options of env-server, and those that stand for them here."""
+_SET_HERE = frozenset(
+    {
+        *_OWN_NAMES,
+        *("task", "action", "model", "inference_url", "run_api_url", "run_api_token", "steps"),
+        *("eval_every", "eval_output", "output", "answers", "ready_file", "server_type"),
+        *("metrics_port", "metrics_host"),
+        *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
+        *("bridge_config_path", "weights_dir", "api_key", "engine_arguments", "logdir"),
+        *("enable_lora", "max_loras", "max_lora_rank"),
+    }
+)
+"""Options of services that grpo-eval sets itself."""
+_OF_ITEMS = (
+    "task",
+    *(n for n in EnvironmentOptions.model_fields if n not in _SET_HERE | _OF_TRAINING),
+)
+"""Options of a run's environments that its evaluation must have too."""
+_GROUPS = {
+    "Models": ("model", "baseline", "base_model", "dtype", "device"),
+    "Task": ("task", "data", "items", "seed"),
+    "Answers": ("samples", "greedy", "temperature", "max_completion_tokens"),
+    "Results": ("ks", "output"),
+    "Inference server": (
+        "max_model_len",
+        "kv_cache_mib",
+        "eager",
+        "gpu_memory_utilization",
+        "compute_threads",
+        "server_deadline_s",
+        "vllm_api_key",
+    ),
+    "Logging": ("log_level",),
+}
+_SHOWN = frozenset(name for names in _GROUPS.values() for name in names)
+_OF_SERVICES = tuple(
+    name
+    for name in dict.fromkeys([*ServerSettings.model_fields, *EnvironmentOptions.model_fields])
+    if name not in _SET_HERE | _SHOWN
+)
+"""Options that `--help` only names."""
+
+
+def _refused() -> dict[str, str]:
+    names = {
+        f"{prefix}{field.replace('_', '-')}": field
+        for field in _SET_HERE
+        for prefix in (f"{ENVIRONMENT}.", f"{SERVER}.", "")
+    }
+    return {
+        name: "grpo-eval sets this option; write --" + _OWN_NAMES[field].replace("_", "-")
+        if field in _OWN_NAMES
+        else "grpo-eval sets this option itself; omit it"
+        for name, field in names.items()
+        if name.replace("-", "_") not in _SHOWN
+    }
+
+
+def _aliases() -> dict[str, str]:
+    """`--env.seed` for `seed`."""
+    known = _SHOWN.union(_OF_SERVICES)
+    found = {
+        f"{service}.{name.replace('_', '-')}": name
+        for service in (ENVIRONMENT, SERVER)
+        for name in VIEWS[service].model_fields
+        if name in known
+    }
+    of_vllm = ("dtype", "seed", "max-model-len", "gpu-memory-utilization")
+    return found | {f"{SERVER}.{name}": name.replace("-", "_") for name in of_vllm}
+
+
+class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
     """Measures a model on the test items of a task: starts an inference server, samples and grades
     answers, and prints success rates and mean rewards with their 95 % intervals. grpo-eval needs no
     Redis.
@@ -65,6 +154,22 @@ class EvalOptions(ServerHere):
     All options of env-server and vllm-api-server apply too, with or without the service's name in
     front, for example --held-out 0.1 or --env.held-out 0.1. All other options of vLLM begin with
     --server., for example --server.block-size 32."""
+
+    command: ClassVar[Command] = Command(
+        prog="grpo-eval",
+        env_prefix="GRPO_EVAL_",
+        groups=_GROUPS | {"Options of env-server and vllm-api-server": _OF_SERVICES},
+        examples=(
+            "grpo-eval --model runs/latest/checkpoints/final_model --baseline ./model",
+            "grpo-eval --model ./adapter --baseline base --task gsm8k --data ./gsm8k --greedy",
+        ),
+        aliases={"model-name": "model", **_aliases()},
+        refused=_refused(),
+        brief=frozenset(_OF_SERVICES),
+        passes_on=_PASSED_ON,
+        passes_on_below=f"{SERVER}.",
+        left_out=_SET_HERE - _SHOWN,
+    )
 
     model: str = Field(
         min_length=1,
@@ -94,7 +199,7 @@ class EvalOptions(ServerHere):
         CommaSeparated[str],
         AfterValidator(each_once),
         Shown(default="those of the run, if --model is in the directory of a run"),
-    ] = Field(
+    ] = Field(  # type: ignore[assignment]
         (),
         description="Tasks of env-server, separated by commas. Without this option, the tasks, the "
         "data, the token limit and the --env options of the run apply",
@@ -107,7 +212,7 @@ class EvalOptions(ServerHere):
     greedy: bool = Field(
         False, description="One answer to each item, of the most likely token at each position"
     )
-    temperature: Annotated[float | None, Shown(default="1.0, as in training")] = option_of(
+    temperature: Annotated[float | None, Shown(default="1.0, as in training")] = option_of(  # type: ignore[assignment]
         EnvironmentOptions, "temperature", default=None
     )
     ks: Annotated[CommaSeparated[int], AfterValidator(each_once), Shown(default="1,<samples>")] = (
@@ -146,11 +251,6 @@ class EvalOptions(ServerHere):
     server_options: tuple[str, ...] = ()
     """Options of vLLM."""
 
-    if TYPE_CHECKING:  # of env-server: `EvalSettings` has them
-        data: str | None
-        max_completion_tokens: int | None
-        vllm_api_key: SecretStr | None
-
     @field_validator("ks")
     @classmethod
     def _at_least_one_answer(cls, value: tuple[int, ...]) -> tuple[int, ...]:
@@ -164,7 +264,7 @@ class EvalOptions(ServerHere):
         return self.output.with_suffix("") / "logs"
 
     @property
-    def answers(self) -> int:
+    def answer_count(self) -> int:
         return 1 if self.greedy else self.samples or SAMPLES
 
     @property
@@ -207,7 +307,7 @@ class EvalOptions(ServerHere):
             "action": "evaluate",
             "model": served,
             "eval_items": self.items,
-            "eval_samples": self.answers,
+            "eval_samples": self.answer_count,
             "eval_temperature": self.sampling_temperature,
             "seq_len": self.served_length,
             "seed": self.seed,
@@ -226,7 +326,7 @@ class EvalOptions(ServerHere):
         }
 
     def resolved(self) -> dict[str, Any]:
-        own = EvalOptions.model_fields.keys() | self.model_fields_set
+        own = _SHOWN | {_PASSED_ON} | self.model_fields_set
         names = [name for name in type(self).model_fields if name in own]
         if not self.server_options:
             names.remove(_PASSED_ON)
@@ -259,10 +359,10 @@ class EvalOptions(ServerHere):
                     "--greedy samples one answer to each item, without temperature; omit this "
                     "option, or omit --greedy",
                 )
-        if self.ks and self.ks[-1] > self.answers:
+        if self.ks and self.ks[-1] > self.answer_count:
             yield Mistake(
                 "ks",
-                f"expected at most {self.answers}, the number of answers to each item; got "
+                f"expected at most {self.answer_count}, the number of answers to each item; got "
                 f"{self.ks[-1]}; lower it, or raise --samples",
             )
         if not self.output.suffix:
@@ -339,107 +439,3 @@ def _config_of_run(model: Path) -> Path | None:
     """The configuration of the run that wrote this model or adapter; None if it is in no run."""
     config = RunDirectory(model.parent.parent).config
     return config if model.parent.name == _CHECKPOINTS and config.is_file() else None
-
-
-_CHECKPOINTS = "checkpoints"
-_OF_TRAINING = frozenset(
-    {
-        *("group_size", "temperature", "max_batches_offpolicy", "max_concurrent_groups", "seed"),
-        *("drop_equal_scores", "start_completion_tokens", "log_level", "use_wandb", "wandb_name"),
-        *("weight", "min_batch_allocation", "start_deadline_s", "vllm_api_key"),
-        *("curriculum", "curriculum_dir", "untrained_dir"),
-        *("teacher_url", "teacher_model", "teacher_api_key", "teacher_system_prompt"),
-    }
-)
-"""Options of a run's environments that an evaluation does not take over."""
-_OWN_NAMES = {
-    "eval_items": "items",
-    "eval_samples": "samples",
-    "eval_temperature": "temperature",
-    "seq_len": "max_model_len",
-}
-"""Options of env-server, and those that stand for them here."""
-_SET_HERE = frozenset(
-    {
-        *_OWN_NAMES,
-        *("task", "action", "model", "inference_url", "run_api_url", "run_api_token", "steps"),
-        *("eval_every", "eval_output", "output", "answers", "ready_file", "server_type"),
-        *("metrics_port", "metrics_host"),
-        *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
-        *("bridge_config_path", "weights_dir", "api_key", "engine_arguments", "logdir"),
-        *("enable_lora", "max_loras", "max_lora_rank"),
-    }
-)
-"""Options of services that grpo-eval sets itself."""
-_OF_ITEMS = (
-    "task",
-    *(n for n in EnvironmentOptions.model_fields if n not in _SET_HERE | _OF_TRAINING),
-)
-"""Options of a run's environments that its evaluation must have too."""
-_FIELDS = fields_of(SERVER, EvalOptions, _SET_HERE) | fields_of(ENVIRONMENT, EvalOptions, _SET_HERE)
-_SHOWN = frozenset({"data", "max_completion_tokens", "vllm_api_key"})
-
-
-def _refused() -> dict[str, str]:
-    names = {
-        f"{prefix}{field.replace('_', '-')}": field
-        for field in _SET_HERE
-        for prefix in (f"{ENVIRONMENT}.", f"{SERVER}.", "")
-    }
-    return {
-        name: "grpo-eval sets this option; write --" + _OWN_NAMES[field].replace("_", "-")
-        if field in _OWN_NAMES
-        else "grpo-eval sets this option itself; omit it"
-        for name, field in names.items()
-        if name.replace("-", "_") not in EvalOptions.model_fields
-    }
-
-
-def _aliases() -> dict[str, str]:
-    """`--env.seed` for `seed`."""
-    known = EvalOptions.model_fields.keys() | _FIELDS.keys()
-    found = {
-        f"{service}.{name.replace('_', '-')}": name
-        for service in (ENVIRONMENT, SERVER)
-        for name in VIEWS[service].model_fields
-        if name in known
-    }
-    of_vllm = ("dtype", "seed", "max-model-len", "gpu-memory-utilization")
-    return found | {f"{SERVER}.{name}": name.replace("-", "_") for name in of_vllm}
-
-
-class EvalSettings(create_model("EvalTree", __base__=EvalOptions, **_FIELDS)):  # type: ignore[misc]
-    __doc__ = EvalOptions.__doc__
-
-    command: ClassVar[Command] = Command(
-        prog="grpo-eval",
-        env_prefix="GRPO_EVAL_",
-        groups={
-            "Models": ("model", "baseline", "base_model", "dtype", "device"),
-            "Task": ("task", "data", "items", "seed"),
-            "Answers": ("samples", "greedy", "temperature", "max_completion_tokens"),
-            "Results": ("ks", "output"),
-            "Inference server": (
-                "max_model_len",
-                "kv_cache_mib",
-                "eager",
-                "gpu_memory_utilization",
-                "compute_threads",
-                "server_deadline_s",
-                "vllm_api_key",
-            ),
-            "Logging": ("log_level",),
-            "Options of env-server and vllm-api-server": tuple(
-                name for name in _FIELDS if name not in _SHOWN
-            ),
-        },
-        examples=(
-            "grpo-eval --model runs/latest/checkpoints/final_model --baseline ./model",
-            "grpo-eval --model ./adapter --baseline base --task gsm8k --data ./gsm8k --greedy",
-        ),
-        aliases={"model-name": "model", **_aliases()},
-        refused=_refused(),
-        brief=frozenset(_FIELDS) - _SHOWN,
-        passes_on=_PASSED_ON,
-        passes_on_below=f"{SERVER}.",
-    )

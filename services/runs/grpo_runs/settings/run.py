@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, SecretStr, create_model, field_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.cpu import CPU
 from grpo_core.listening import in_url
@@ -33,18 +33,21 @@ from grpo_core.settings.machine import (
     not_writable,
     unusable_model,
 )
+from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.environment_values import AGENT
-from grpo_core.tree.objectives import ObjectiveName, resolved
+from grpo_core.tree.objectives import resolved
+from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.sections import (
     ENVIRONMENT,
+    LEFT_OUT,
     RUN_API,
     SERVER,
     SET_BY_LAUNCHER,
     TRAINER,
     VIEWS,
-    fields_below,
     service_of,
 )
+from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.tree.weights import ModeName
 from grpo_runs.defaults import BY_TASK, SIZE_NAMES, RunSizes, name_of_task, sizes_for
@@ -54,13 +57,14 @@ from grpo_runs.notify import unusable_target
 from grpo_runs.run_directory import RUNS, RunDirectory, unusable
 from grpo_runs.settings.tables import (
     ALIASES,
-    ALSO_SHOWN,
     API_KEYS,
     DEFAULTS,
     GROUPS,
     NEEDS_TASK,
     OF_ONE_SERVER,
     OF_PAIR,
+    OF_SERVICES,
+    OWN,
     OWN_MEANING,
     SETS_ITSELF,
 )
@@ -94,8 +98,7 @@ class ServerHere(CommandSettings):
         " the server starts later but samples faster, which saves time in long runs",
     )
 
-    if TYPE_CHECKING:
-        device: str
+    device: str
 
     @property
     def on_gpu(self) -> bool:
@@ -107,7 +110,35 @@ class ServerHere(CommandSettings):
         return self.eager if self.eager is not None else not self.on_gpu
 
 
-class LaunchOptions(ServerHere):
+OF_FORMER_RELEASES = frozenset(
+    {"fused-step", "head-kernel", "redis-appendfsync", "queue.redis-appendfsync"}
+)
+"""Options that run files and the recorded configurations of runs may still have."""
+
+
+def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, str]) -> Command:
+    refusal = f"{prog} sets this option itself; omit it"
+    names = ["vllm-url", *(name.replace("_", "-") for name in SET_BY_LAUNCHER)]
+    prefixes = ("", *(f"{service}." for service in VIEWS))
+    return Command(
+        prog=prog,
+        env_prefix=env_prefix,
+        groups=GROUPS,
+        sections=True,
+        defaults={**DEFAULTS, **defaults},
+        brief=OF_SERVICES,
+        examples=examples,
+        aliases=ALIASES,
+        refused={f"{prefix}{name}": refusal for prefix in prefixes for name in names}
+        | {"memory-plan": "write grpo --memory-plan, which starts nothing"},
+        without_effect=OF_FORMER_RELEASES,
+        passes_on="server_options",
+        passes_on_below=f"{SERVER}.",
+        left_out=LEFT_OUT,
+    )
+
+
+class RunSettings(CommandLine, EnvironmentOptions, ServerSettings, RunApiSettings, ServerHere):
     """Trains a model with GRPO on this machine. With --task, or a file that names one, grpo-run
     starts Redis, run-api, the inference server, the trainer and an environment for each task as
     local processes, and shows the progress. Without it, it starts the inference server and the
@@ -122,8 +153,17 @@ class LaunchOptions(ServerHere):
     is described by `grpo --help`, `env-server --help`, `vllm-api-server --help` or
     `run-api --help`."""
 
+    command: ClassVar[Command] = _command(
+        "grpo-run",
+        "GRPO_RUN_",
+        "grpo-run run.yaml",
+        "grpo-run --model ./model --task my.py:reward --data rows.jsonl",
+        "grpo-run --model ./model --redis-url redis://db:6379 --mode lora_only --dry-run",
+        defaults={},
+    )
+
     model: str = Field(min_length=1, description=f"Model: {A_MODEL}")
-    task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(
+    task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(  # type: ignore[assignment]
         (),
         description="Task: arithmetic (one-digit sums), gsm8k or math (both need --data), your own "
         "reward (my.py:reward) or task (my.py:MyTask), or several of them, separated by commas. "
@@ -146,7 +186,7 @@ class LaunchOptions(ServerHere):
     run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
         None, description="New or empty directory for the files of the run"
     )
-    resume: Annotated[str | None, Shown(default="none; without --task: auto, as of grpo")] = Field(
+    resume: Annotated[str | None, Shown(default="none; without --task: auto, as of grpo")] = Field(  # type: ignore[assignment]
         None,
         description="Resume the run in this directory, for example runs/latest. Command-line "
         "options override the directory's config.yaml. To continue a run that has finished, "
@@ -177,12 +217,12 @@ class LaunchOptions(ServerHere):
     server_deadline_s: Annotated[
         float | None, Shown(default="600; pretrained models, and without --task: 1800")
     ] = Field(None, gt=0, description="Seconds to wait for the inference server to start")
-    start_deadline_s: Annotated[float | None, Shown(default="300; pretrained models: 600")] = Field(
+    start_deadline_s: Annotated[float | None, Shown(default="300; pretrained models: 600")] = Field(  # type: ignore[assignment]
         None,
         gt=0,
         description="Seconds to wait for run-api, the trainer and each environment to start",
     )
-    stop_grace_s: float = Field(
+    stop_grace_s: float = Field(  # type: ignore[assignment]
         120.0,
         gt=0,
         description="Without --task: seconds to wait for each process to stop before it is killed",
@@ -221,36 +261,6 @@ class LaunchOptions(ServerHere):
     server_options: tuple[str, ...] = ()
     """Options of vLLM."""
 
-    if TYPE_CHECKING:  # of the tree: `RunSettings` has them
-        adapter_sync_interval: int
-        agent_sequences: int
-        data: str | None
-        device: str
-        distill_coef: float | None
-        dtype: str
-        eval_every: int
-        gpu_memory_utilization: float
-        group_size: int
-        health_port: int | None
-        lora_r: int
-        host: str
-        log_level: str
-        max_completion_tokens: int | None
-        max_model_len: int | None
-        num_inference_nodes: int
-        objective: ObjectiveName
-        port: int
-        publish: str
-        redis_url: SecretStr
-        run_api_url: str
-        run_id: str | None
-        save_path: Path
-        seed: int
-        teacher_model: str | None
-        teacher_url: str | None
-        vllm_restart_interval: int | None
-        world_size: int
-
     _usable_token = field_validator("run_api_token")(usable_token)
 
     @field_validator("task")
@@ -270,6 +280,10 @@ class LaunchOptions(ServerHere):
                 f"cannot split the value into words as a shell does ({error}); check its quotes"
             ) from None
         return value
+
+    @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        return content
 
     @classmethod
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
@@ -369,7 +383,7 @@ class LaunchOptions(ServerHere):
     def resolved(self) -> dict[str, Any]:
         """What was given, and what follows from it. Without the directories, as this configuration
         can be used for another run, and without --on-end and --on-alert, which may hold secrets."""
-        own = LaunchOptions.model_fields.keys() | self.model_fields_set
+        own = OWN | self.model_fields_set
         own -= (OF_PAIR if self.starts_all else {*NEEDS_TASK}) - self.model_fields_set
         values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
         if self.starts_all:
@@ -581,49 +595,6 @@ class LaunchOptions(ServerHere):
                 if is_ours
                 else Mistake(None, f"{service}: {field}: {message}" if field else message)
             )
-
-
-_BRIEF = frozenset(fields_below(LaunchOptions)) - DEFAULTS.keys() - ALSO_SHOWN
-
-
-OF_FORMER_RELEASES = frozenset(
-    {"fused-step", "head-kernel", "redis-appendfsync", "queue.redis-appendfsync"}
-)
-"""Options that run files and the recorded configurations of runs may still have."""
-
-
-def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, str]) -> Command:
-    refusal = f"{prog} sets this option itself; omit it"
-    names = ["vllm-url", *(name.replace("_", "-") for name in SET_BY_LAUNCHER)]
-    prefixes = ("", *(f"{service}." for service in VIEWS))
-    return Command(
-        prog=prog,
-        env_prefix=env_prefix,
-        groups=GROUPS,
-        sections=True,
-        defaults={**DEFAULTS, **defaults},
-        brief=_BRIEF,
-        examples=examples,
-        aliases=ALIASES,
-        refused={f"{prefix}{name}": refusal for prefix in prefixes for name in names}
-        | {"memory-plan": "write grpo --memory-plan, which starts nothing"},
-        without_effect=OF_FORMER_RELEASES,
-        passes_on="server_options",
-        passes_on_below=f"{SERVER}.",
-    )
-
-
-class RunSettings(create_model("Tree", __base__=LaunchOptions, **fields_below(LaunchOptions))):  # type: ignore[misc]
-    __doc__ = LaunchOptions.__doc__
-
-    command: ClassVar[Command] = _command(
-        "grpo-run",
-        "GRPO_RUN_",
-        "grpo-run run.yaml",
-        "grpo-run --model ./model --task my.py:reward --data rows.jsonl",
-        "grpo-run --model ./model --redis-url redis://db:6379 --mode lora_only --dry-run",
-        defaults={},
-    )
 
 
 class DemoSettings(RunSettings):

@@ -52,6 +52,8 @@ _OWN = {
     ),
 }
 GROUPS = sections_of(_OWN)
+OWN = frozenset({*(name for names in _OWN.values() for name in names), "server_options"})
+"""Options that no service has, or that mean more here."""
 ALSO_SHOWN = frozenset(
     {
         *("data", "group_size", "device", "seed", "log_level", "save_path", "run_api_url"),
@@ -94,3 +96,10 @@ DEFAULTS = {
     "checkpoint_interval": "0; without --task: 3",
 }
 """What applies if these are not given, for the user."""
+OF_SERVICES = (
+    frozenset(name for names in GROUPS.values() for name in names)
+    - OWN
+    - DEFAULTS.keys()
+    - ALSO_SHOWN
+)
+"""Options that `--help` only names."""

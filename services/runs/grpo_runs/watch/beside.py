@@ -13,13 +13,13 @@ from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 
 if TYPE_CHECKING:
-    from grpo_runs.settings.run import LaunchOptions
+    from grpo_runs.settings.run import RunSettings
 
 LOOPBACK = "127.0.0.1"
 
 
 @contextlib.contextmanager
-def page_beside(settings: LaunchOptions, run: RunDirectory, screen: Screen) -> Iterator[None]:
+def page_beside(settings: RunSettings, run: RunDirectory, screen: Screen) -> Iterator[None]:
     """Serve the page of the run while the context is open: with --watch, and by default where
     somebody sits at a terminal. A browser shows it if one is at hand.
 

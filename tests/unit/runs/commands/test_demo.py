@@ -28,7 +28,7 @@ from grpo_runs.process.stack import Stack, StopRequest
 from grpo_runs.report.steps import MetricsFile
 from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import RunDirectory, create_run_directory
-from grpo_runs.settings.run import DEMO_FILE, DemoSettings, LaunchOptions
+from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.support.wait import wait_for
 from tests.unit.conftest import Refused
@@ -281,7 +281,7 @@ def test_a_run_that_does_not_go_on_is_named(
             follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
 
 
-def load(*words: str, at_start: bool = False) -> LaunchOptions:
+def load(*words: str, at_start: bool = False) -> RunSettings:
     return load_settings(DemoSettings, words, {}, at_start=at_start, below=DEMO_FILE)
 
 
@@ -329,7 +329,7 @@ def stopped_run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def resumed(*words: str) -> LaunchOptions:
+def resumed(*words: str) -> RunSettings:
     given = with_config_of_resumed_run(DemoSettings.command, words)
     return load(*given, at_start=True)
 
