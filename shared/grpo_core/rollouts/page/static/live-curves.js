@@ -163,13 +163,8 @@ class LiveCurves {
   }
 
   _prepare() {
-    byId("axes").replaceChildren(...Object.entries(AXES).map(([value, { label }]) => {
-      const input = make("input", { type: "radio", name: "axis", value, checked: value === this.axis });
-      input.addEventListener("change", () => {
-        this.load(value);
-      });
-      return make("label", {}, input, make("span", { textContent: label }));
-    }));
+    const labels = Object.fromEntries(Object.entries(AXES).map(([axis, { label }]) => [axis, label]));
+    byId("axes").replaceChildren(...choices("axis", labels, this.axis, (axis) => this.load(axis)));
     byId("more-curves").addEventListener("click", () => {
       this._limit = Infinity;
       this.draw();

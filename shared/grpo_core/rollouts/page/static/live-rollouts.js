@@ -8,7 +8,6 @@ class LiveRollouts {
   constructor() {
     this.run = null;
     this.kind = TRAINED;
-    this._isChosen = false; // whether one has chosen the kind
     this._untrained = {}; // when they were written, by kind
     this.steps = [];
     this.step = null; // the one that is shown, or is being loaded
@@ -24,7 +23,7 @@ class LiveRollouts {
   /** Args: special: ids of special tokens */
   async setRun(run, special) {
     if (run !== this.run) {
-      Object.assign(this, { run, special, kind: TRAINED, _isChosen: false, _untrained: {} });
+      Object.assign(this, { run, special, kind: TRAINED, _untrained: {} });
       this.steps = [];
       this.step = null;
       this.setFollows(true);
@@ -48,14 +47,10 @@ class LiveRollouts {
    *   untrained: when rollouts that are not trained on were written, by kind
    */
   async hear(newest, untrained) {
-    const kinds = [...(newest === null ? [] : [TRAINED]), ...Object.keys(untrained)];
-    const stays = kinds.includes(this.kind) && (this._isChosen || !this.follows);
-    const kind = stays ? this.kind : kinds[0] ?? TRAINED;
-    const isNew = untrained[kind] !== this._untrained[kind];
+    const isNew = untrained[this.kind] !== this._untrained[this.kind];
     this._untrained = untrained;
-    this._showKinds(kinds, kind);
-    if (kind !== this.kind) return this._setKind(kind);
-    if (kind !== TRAINED) {
+    this._showKinds();
+    if (this.kind !== TRAINED) {
       if (!isNew) return;
       if (this.follows) this._wanted = null;
       this._cache.clear();
@@ -68,13 +63,14 @@ class LiveRollouts {
     return this._refresh();
   }
 
-  _showKinds(kinds, kind) {
-    byId("rollouts-kind-field").hidden = kinds.length < 2;
-    const select = byId("rollouts-kind");
-    if ([...select.options].map(({ value }) => value).join() !== kinds.join()) {
-      select.replaceChildren(...kinds.map((value) => make("option", { value, textContent: value || "trained on" })));
-    }
-    select.value = kind;
+  _showKinds() {
+    const kinds = Object.keys(this._untrained);
+    const shown = [this.run, ...kinds].join();
+    byId("rollouts-kinds").hidden = !kinds.length;
+    if (shown === this._shownKinds) return;
+    this._shownKinds = shown;
+    const labels = Object.fromEntries([[TRAINED, "trained on"], ...kinds.map((kind) => [kind, kind])]);
+    byId("rollouts-kinds").replaceChildren(...choices("kind", labels, this.kind, (kind) => this._setKind(kind)));
   }
 
   _setKind(kind) {
@@ -181,10 +177,6 @@ class LiveRollouts {
     });
     byId("step").addEventListener("input", delayed(() => this._pickAt(Number(byId("step").value))));
     byId("step-number").addEventListener("change", () => this.pick(Number(byId("step-number").value)));
-    byId("rollouts-kind").addEventListener("change", () => {
-      this._isChosen = true;
-      this._setKind(byId("rollouts-kind").value);
-    });
     byId("follow").addEventListener("change", () => this.follow(byId("follow").checked));
     this._observer = new IntersectionObserver((entries) => {
       this._isSeen = entries.at(-1).isIntersecting;

@@ -39,6 +39,13 @@ function announce(text) {
   byId("announcer").textContent = text;
 }
 
+/** Labels of radio buttons. Args: labels: by value */
+const choices = (name, labels, chosen, onChoose) => Object.entries(labels).map(([value, textContent]) => {
+  const input = make("input", { type: "radio", name, value, checked: value === chosen });
+  input.addEventListener("change", () => onChoose(value));
+  return make("label", {}, input, make("span", { textContent, dir: "auto" }));
+});
+
 /** Args:
  *   head: names of the columns, with # before those of numbers
  *   rows: elements
