@@ -41,11 +41,11 @@ from grpo_runs.offline.screen import OfflineScreen
 from grpo_runs.offline.servers import Sampling, choose
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_runs.report.summary import warnings_text
-from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import CausalLM, limits_of
 from grpo_trainer.ranks.group import Ranks, process_group, settings_of_rank
+from grpo_trainer.roles import Lead
 from grpo_trainer.stop import Stop
-from grpo_trainer.train import Lead, open_run, train, training_steps
+from grpo_trainer.train import open_run, train, training_steps
 
 T = TypeVar("T")
 
@@ -113,7 +113,9 @@ def _finish(files: RunFiles, screen: OfflineScreen) -> RunResult:
     report = write_report(files)
     screen.lines(lift_lines(files))
     if screen.warned:
-        screen.line(f"warnings: {warnings_text(screen.warned)}")
+        screen.line(f"warnings: {warnings_text(screen.warned.counts)}")
+    for text in screen.warned.said_again:
+        screen.warning(text)
     screen.line(f"model:  {files.model}")
     screen.line(f"curves: {files.plot}")
     screen.line(f"report: {report}")
@@ -150,10 +152,12 @@ class OfflineRun:
             if opened is None:
                 IterationEnd(keys, files, sampling.is_frozen).close_complete(self.screen)
                 return
-            learner, lead, position = opened
-            assert lead is not None, "call run_offline on rank 0"
+            lead, position = opened
+            assert isinstance(lead, Lead), "call run_offline on rank 0"
             version = TrainedVersion(position, lead.sync.begun_as)
-            with _entered(self.runner, engines.opened(learner.policy, version)) as opened_engines:
+            with _entered(
+                self.runner, engines.opened(lead.learner.policy, version)
+            ) as opened_engines:
                 training, evaluating = opened_engines
                 plan = sampling_plan(environment, tasks, steps=self.settings.steps)
                 evaluator = Evaluator(
@@ -170,11 +174,10 @@ class OfflineRun:
                 has_logprobs = sampling.server != "stock_vllm"
                 sampler = Sampler(training, plan, keys.generation.batch_size, has_logprobs)
                 end = IterationEnd(keys, files, sampling.is_frozen, evaluator.evaluate)
-                self._iterate(learner, lead, version, queue, sampler, to_train, end)
+                self._iterate(lead, version, queue, sampler, to_train, end)
 
     def _iterate(
         self,
-        learner: Learner,
         lead: Lead,
         version: TrainedVersion,
         queue: InProcessQueue,
@@ -191,7 +194,7 @@ class OfflineRun:
         else:
             self.screen.line(f"continues after {begun_at} of {total} iterations")
             end.close_again(begun_at - 1)
-        training = training_steps(learner, lead, version.position, Stop())
+        training = training_steps(lead, version.position, Stop())
         stream = ItemStream(to_train, keys.seed)
         for _ in range(begun_at * problems):
             stream.next()
@@ -204,9 +207,9 @@ class OfflineRun:
                     self.screen.doing = f"sampling {problems} groups"
                     lead.sync.recover_server()
                     spare = ItemStream(to_train, keys.seed + 1 + iteration)
-                    groups = self._sampled(sampler, items, spare, learner.policy, version)
+                    groups = self._sampled(sampler, items, spare, lead.learner.policy, version)
                     self.files.write_groups(iteration, groups)
-                batches = self._batches(learner, lead, groups)
+                batches = self._batches(lead, groups)
                 self.screen.doing = "training"
                 queue.put(batches)
                 for _ in batches:
@@ -235,11 +238,9 @@ class OfflineRun:
             require_fresh(versions_of(groups), version.accepted)
         return groups
 
-    def _batches(
-        self, learner: Learner, lead: Lead, groups: Sequence[ScoredGroup]
-    ) -> Sequence[list[ScoredGroup]]:
+    def _batches(self, lead: Lead, groups: Sequence[ScoredGroup]) -> Sequence[list[ScoredGroup]]:
         """Those of the optimizer steps of an iteration."""
-        settings = self.settings
+        settings, learner = self.settings, lead.learner
         limits = limits_of(learner.policy, settings)
         steps = self.keys.steps_per_iteration
         if settings.recompute_logprobs and steps > 1:

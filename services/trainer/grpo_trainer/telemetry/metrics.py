@@ -42,10 +42,7 @@ class Stage(StrEnum):
 
 
 class StepWatch:
-    """Measures the times of one step, which starts with this object.
-
-    Args: enter: called at the begin of each stage
-    """
+    """Measures the times of a run's steps. Args: enter: called at the begin of each stage"""
 
     def __init__(
         self,
@@ -54,8 +51,13 @@ class StepWatch:
     ) -> None:
         self._clock = clock
         self._enter = enter
-        self._begin = self._fetched = self._updated = clock()
-        enter(Stage.DATA_FETCH)
+        self._started: float | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begin = self._clock()
+        self._started = self._begin if self._started is None else self._started
+        self._enter(Stage.DATA_FETCH)
 
     def fetched(self) -> None:
         """The batch has arrived."""
@@ -67,16 +69,14 @@ class StepWatch:
         self._updated = self._clock()
         self._enter(Stage.SYNC)
 
-    def times(self, publish_s: float, run_started: float) -> Record:
+    def times(self, publish_s: float) -> Record:
         """End the step; returns its times in seconds. Step time includes everything. "time_s"
-        counts from the first step of this process.
-
-        Args: run_started: the clock when the first step began
-        """
+        counts from the first step of this process."""
+        assert self._started is not None, "call begin() first"
         end = self._clock()
         self._enter(Stage.SAVE)
         return {
-            "time_s": end - run_started,
+            "time_s": end - self._started,
             "train/step_time": end - self._begin,
             "train/data_fetch_time": self._fetched - self._begin,
             "train/compute_time": self._updated - self._fetched,

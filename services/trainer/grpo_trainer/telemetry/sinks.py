@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.checks.findings import RangeWatch
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
 from grpo_trainer.telemetry.benchmark import RunTotals, servers_of
-from grpo_trainer.telemetry.metrics import Record, Stage, StepOutcome, step_record
+from grpo_trainer.telemetry.metrics import Record, Stage, StepOutcome, StepWatch, step_record
 from grpo_trainer.telemetry.prometheus import TrainerMetrics
 from grpo_trainer.telemetry.rollouts import (
     RolloutWriter,
@@ -177,18 +176,14 @@ def _api_key(file: Path | None) -> str | None:
 
 
 class Recorder:
-    """Records every step, and checks its metrics for alerts.
-
-    `started`: time.monotonic() when the first step of this process began.
-    """
+    """Records every step, and checks its metrics for alerts. `watch`: measures the steps."""
 
     def __init__(self, settings: TrainerSettings, sinks: Sinks) -> None:
         self._settings = settings
         self._sinks = sinks
         self._ranges = RangeWatch()
         self._totals = RunTotals()
-        self.started = time.monotonic()
-        self.enter = sinks.enter
+        self.watch = StepWatch(enter=sinks.enter)
 
     def record(self, outcome: StepOutcome) -> None:
         record = step_record(outcome, self._settings.steps)

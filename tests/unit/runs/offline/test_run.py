@@ -215,11 +215,12 @@ def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     queue = InProcessQueue()
     with open_run(settings, queue, partial(open_weights, keys, LOCAL)) as opened:
         assert opened is not None
-        learner, lead, position = opened
+        lead, position = opened
+        learner = lead.learner
         limits = limits_of(learner.policy, settings)
         steps = keys.steps_per_iteration
         queue.put(optimizer_batches(groups, steps, settings.resolved_objective, limits))
-        assert len([*training_steps(learner, lead, position, Stop())]) == steps
+        assert len([*training_steps(lead, position, Stop())]) == steps
         weights = {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
     trained = load_file(files.model / "model.safetensors")
     for name in trained.keys() & weights.keys():

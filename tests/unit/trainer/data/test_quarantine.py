@@ -32,12 +32,13 @@ from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks.group import ALONE
+from grpo_trainer.roles import Lead
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.provenance import ProvenanceLog
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks
 from grpo_trainer.token_table import Distance
-from grpo_trainer.train import Lead, training_steps
+from grpo_trainer.train import training_steps
 from grpo_trainer.weight_sync.base import Published
 from tests.support.directories import names
 from tests.unit.trainer.groups import LIMITS, good, in_order
@@ -131,9 +132,10 @@ class Bench:
         forward: Any = self
         learner = Learner(*(settings, ALONE, self.policy, forward, self.reference, self.optimizer))
         provenance = ProvenanceLog(learner)
-        lead = Lead(sync, source, checks, recorder, saver, coefficients_of(settings), provenance)
+        coefficients = coefficients_of(settings)
+        lead = Lead(learner, sync, source, checks, recorder, saver, coefficients, provenance)
         position = Position(step=0, batch_id=0, epoch=1)
-        steps = training_steps(learner, lead, position, Stop())
+        steps = training_steps(lead, position, Stop())
         while position.batch_id < len(batches):
             position = next(steps)
         return position

@@ -150,12 +150,15 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_times_of_a_step() -> None:
-    """The step begins at 10, has its batch at 11 and its new weights at 14.5, and ends at 20."""
-    ticks = iter([10.0, 11.0, 14.5, 20.0])
+    """The first step begins at 2. The second one begins at 10, has its batch at 11 and its new
+    weights at 14.5, and ends at 20."""
+    ticks = iter([2.0, 10.0, 11.0, 14.5, 20.0])
     watch = StepWatch(clock=lambda: next(ticks))
+    watch.begin()
+    watch.begin()
     watch.fetched()
     watch.updated()
-    assert watch.times(0.25, run_started=2.0) == {
+    assert watch.times(0.25) == {
         "time_s": 18.0,
         "train/step_time": 10.0,
         "train/data_fetch_time": 1.0,

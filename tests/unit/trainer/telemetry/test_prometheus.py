@@ -67,11 +67,12 @@ def test_the_last_step_is_dated_from_the_begin_of_the_first(tmp_path: Path) -> N
     clock = iter([100.0, 130.0])
     metrics = TrainerMetrics(tmp_path, lambda: next(clock))
     watch = StepWatch(enter=metrics.enter)
+    watch.begin()
     assert dated(metrics) == 100
     watch.fetched()
     watch.updated()
     metrics.write({"step": 1})
-    StepWatch(enter=metrics.enter)
+    watch.begin()
     assert dated(metrics) == 130
 
 

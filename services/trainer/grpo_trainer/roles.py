@@ -1,0 +1,279 @@
+"""The two sides of the training loop: rank 0 leads, all other ranks follow.
+
+Each begins with its function `open_...`, and has the same verbs. What `Lead` sends in one of them,
+`Follower` receives in the same one: exchanges of `Ranks`, of the learner and of its optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field, replace
+
+import structlog
+
+from grpo_core.errors import GrpoError
+from grpo_core.provenance.batches import StepInput
+from grpo_core.tree.objectives import Objective
+from grpo_core.tree.trainer import AUTO, TrainerSettings
+from grpo_core.tree.trainer_command import CONFIG_FILE, config_yaml
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.atomic_files import hold_save_path, remove_unfinished, write_whole
+from grpo_trainer.checkpoint import resume
+from grpo_trainer.checkpoint.saver import Saver
+from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.checks.data_checks import DataChecks
+from grpo_trainer.checks.served_weights import Bound
+from grpo_trainer.coefficients import Coefficients, coefficients_of
+from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
+from grpo_trainer.data.collate import broadcast_batch
+from grpo_trainer.data.filter import VersionHistory
+from grpo_trainer.errors import RolloutMismatch
+from grpo_trainer.learner import GradientStats, Learner, load_learner
+from grpo_trainer.model.logprobs import tolerance_of
+from grpo_trainer.model.policy import limits_of
+from grpo_trainer.ranks.group import BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
+from grpo_trainer.telemetry.metrics import StepOutcome
+from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps
+from grpo_trainer.telemetry.sinks import Recorder, begin_records, open_sinks
+from grpo_trainer.token_table import Distance
+from grpo_trainer.weight_sync.base import Published, WeightSync
+
+log = structlog.get_logger()
+
+OpenSync = Callable[[TrainerSettings], AbstractContextManager[WeightSync]]
+
+
+@dataclass
+class Lead:
+    """Rank 0: exchanges data with run-api and the server, checks and records."""
+
+    learner: Learner
+    sync: WeightSync
+    batches: BatchSource
+    checks: DataChecks
+    recorder: Recorder
+    saver: Saver
+    coefficients: Coefficients
+    provenance: ProvenanceLog
+    _fresh: Distance = field(init=False)
+    _published: Published = field(init=False)
+
+    def take(self, position: Position) -> TakenBatch:
+        """Wait for a batch of run-api, and send its micro-batches to the other ranks."""
+        self.recorder.watch.begin()
+        taken = self.batches.take(position)
+        self.batches.request_next(position)
+        self.learner.ranks.broadcast(BATCH_FOLLOWS)
+        broadcast_batch(taken.batch, self.learner.ranks)
+        self.recorder.watch.fetched()
+        return taken
+
+    def objective(self) -> Objective:
+        """The objective with this step's coefficients, which rank 0 controls."""
+        return _objective(self.learner, self.learner.ranks.broadcast(self.coefficients.values))
+
+    def reject(self, taken: TakenBatch, position: Position, error: GrpoError) -> Position:
+        """No step can be taken on the batch. Returns the position behind it."""
+        return self.batches.reject(taken, position, error)
+
+    def check(self, taken: TakenBatch, gradients: GradientStats, position: Position) -> None:
+        """Compare the behaviour logprobs with the trainer's, before the update.
+
+        Raises:
+            RolloutMismatch: the batch is in quarantine.
+        """
+        trained = PolicyVersion(position.epoch, position.step)
+        try:
+            self._fresh = self.checks.before_update(
+                taken.batch, taken.usable, gradients.tokens, trained
+            )
+        except RolloutMismatch as error:
+            self.batches.quarantine.add(taken.batch_id, taken.groups, position.step, error)
+            raise
+        self.provenance.finish()  # the digests of the weights that the update changes
+
+    def publish(self, position: Position) -> None:
+        """Write the new master weights into the policy, and bring them to the server."""
+        optimizer = self.learner.optimizer
+        self.learner.digests.begin()
+        self.recorder.watch.updated()
+        self._published = self.sync.publish(optimizer, position.step + 1)
+        self.checks.after_update(optimizer, position.step)
+
+    def finish(
+        self,
+        position: Position,
+        taken: TakenBatch,
+        objective: Objective,
+        inputs: StepInput,
+        gradients: GradientStats,
+    ) -> Position:
+        """Record the step that began at `position`, and save what is due. Returns the position
+        behind the step."""
+        batch, divergence = taken.batch, gradients.sums.mean("reference_kl") or 0.0
+        self.provenance.step_taken(inputs, taken, gradients, self._published)
+        self._record(position, taken, objective, gradients)
+        self.coefficients.observe(
+            divergence, len(batch.origins), batch.weights_entropy, position.step
+        )
+        # After the record: a checkpoint must not include a step that no record mentions.
+        epoch = self._published.version.epoch
+        position = Position(position.step + 1, taken.batch_id, epoch)
+        self.learner.ranks.broadcast(self.saver.is_due(position))
+        self.saver.step_taken(position)
+        return position
+
+    def _record(
+        self, at: Position, taken: TakenBatch, objective: Objective, gradients: GradientStats
+    ) -> None:
+        outcome = StepOutcome(
+            step=at.step,
+            lr=self.learner.optimizer.learning_rate(at.step),
+            objective=objective,
+            taken=taken,
+            quarantined_batches=self.batches.quarantine.since_step,
+            failed_checks=self.checks.failed,
+            trained=PolicyVersion(at.epoch, at.step),
+            gradients=gradients,
+            fresh=self._fresh,
+            published=self._published,
+            times=self.recorder.watch.times(self._published.seconds),
+            save_s=self.saver.seconds,
+        )
+        self.batches.quarantine.step_taken()
+        self.recorder.record(outcome)
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A rank above 0: computes its portion of each batch. Its positions hold the step alone."""
+
+    learner: Learner
+
+    def take(self, _position: Position) -> TakenBatch:
+        while self.learner.ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
+            self.learner.send_state()
+        return TakenBatch(0, [], [], broadcast_batch(None, self.learner.ranks))
+
+    def objective(self) -> Objective:
+        return _objective(self.learner, self.learner.ranks.broadcast((0.0, 0.0)))
+
+    def reject(self, _taken: TakenBatch, position: Position, _error: GrpoError) -> Position:
+        return position
+
+    def check(self, *_: object) -> None:
+        self.learner.digests.finish()
+
+    def publish(self, _position: Position) -> None:
+        self.learner.digests.begin()
+        self.learner.optimizer.write_into_parameters()
+
+    def finish(self, position: Position, *_: object) -> Position:
+        if self.learner.ranks.broadcast(False):  # whether rank 0 saves a checkpoint
+            self.learner.send_state()
+        return replace(position, step=position.step + 1)
+
+
+Role = Lead | Follower
+
+
+def _objective(learner: Learner, coefficients: tuple[float, float]) -> Objective:
+    kl_coef, tau = coefficients
+    return replace(learner.settings.resolved_objective, kl_coef=kl_coef, maxent_tau=tau)
+
+
+def open_lead(
+    stack: ExitStack,
+    settings: TrainerSettings,
+    ranks: Ranks,
+    api: BatchQueue,
+    weight_sync: OpenSync,
+) -> tuple[Lead, Position] | None:
+    """Load, restore and serve; None if the run is complete. Args: stack: closes what it opens"""
+    stack.enter_context(hold_save_path(settings.save_path))
+    store = StateStore(settings.save_path)
+    remove_unfinished(store.directory)
+    saved = resume.find_state(settings, store)
+    ranks.broadcast(None if saved is None else saved.record.step)
+    if saved is not None and saved.record.step >= settings.steps:
+        resume.leave_complete_run(api, settings, saved)
+        return None
+    settings = resume.continued_settings(settings, saved)
+    write_whole(settings.save_path / CONFIG_FILE, config_yaml(settings))
+    recorded = recorded_steps(settings.save_path, saved)
+    sinks = stack.enter_context(open_sinks(settings, recorded or 0))
+    sync = stack.enter_context(weight_sync(settings))
+    policy = sync.load_policy(saved is not None)
+    settings = settings.model_copy(update={"run_id": sync.server_run_id})
+    learner = load_learner(policy, settings, ranks)
+    provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
+    recorder = Recorder(settings, sinks)
+    return _start_lead(learner, api, sync, store, saved, recorded, recorder, provenance)
+
+
+def _start_lead(
+    learner: Learner,
+    api: BatchQueue,
+    sync: WeightSync,
+    store: StateStore,
+    saved: SavedState | None,
+    recorded: int | None,
+    recorder: Recorder,
+    provenance: ProvenanceLog,
+) -> tuple[Lead, Position]:
+    """Restore the checkpoint, publish the first weights, and save them."""
+    settings, policy, optimizer = learner.settings, learner.policy, learner.optimizer
+    coefficients = coefficients_of(settings)
+    if saved is None:
+        api.register(settings.registration(first_step=0))
+        position = Position(step=0, batch_id=0, epoch=0)
+    else:
+        coefficients.resume(saved.record.kl_coef, saved.record.maxent)
+        position = resume.restore(saved, policy, optimizer, api, settings)
+    begin_records(settings, recorded)
+    learns = saved is None and (settings.sync.uses_files or settings.verify_every_steps > 0)
+    bound = Bound(tolerance_of(policy), None if saved is None else saved.record.noise, learns)
+    served = sync.start(optimizer, position.step, position.epoch, bound)
+    position = replace(position, epoch=served.epoch)
+    learner.digests.begin()
+    provenance.start(served, saved, recorded, api.run_uuid)
+    saver = Saver(
+        *(settings, policy, optimizer, api, store, bound, coefficients, learner.ranks),
+        before_save=provenance.finish,
+        exported=provenance.exported,
+    )
+    # A checkpoint that the user named may belong to another directory or run: leave it as it is.
+    own = saved if settings.resume == AUTO else None
+    learner.ranks.broadcast(own is None)
+    saver.begin(position, own is not None, own.record.checkpoints if own else ())
+    log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
+    batches = BatchSource(
+        settings,
+        api,
+        skipped=saver.batch_skipped,
+        release_batches=saver.release_batches,
+        recover_server=sync.recover_server,
+        limits=limits_of(policy, settings),
+        history=VersionHistory(served, sync.begun_as, sync.epochs),
+        cut=learner.forward.layout.cut,
+    )
+    checks = DataChecks(learner, sync.served_logprobs, bound.value)
+    lead = Lead(learner, sync, batches, checks, recorder, saver, coefficients, provenance)
+    return lead, position
+
+
+def open_follower(settings: TrainerSettings, ranks: Ranks) -> tuple[Follower, Position] | None:
+    steps_taken: int | None = ranks.broadcast(None)
+    if steps_taken is not None and steps_taken >= settings.steps:
+        return None
+    learner = load_learner(None, settings, ranks)
+    if steps_taken is not None:
+        learner.optimizer.load_tensors(learner.names, {})
+    learner.optimizer.write_into_parameters()
+    learner.digests.begin()
+    learner.digests.finish()
+    if ranks.broadcast(False):  # whether rank 0 saves a checkpoint
+        learner.send_state()
+    return Follower(learner), Position(steps_taken or 0, 0, 0)
