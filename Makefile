@@ -278,7 +278,7 @@ bench-generate: install ## Measure /generate here and /v1/completions of stock v
 
 .PHONY: bench-run-api
 bench-run-api: install ## Measure run-api and atroposlib's API server; writes docs/contributing/benchmarks.md
-	@$(BIN)/python -m benchmarks.run_api $(BENCH_FLAGS)
+	@$(BIN)/python -m benchmarks.run_api --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
 .PHONY: bench-step
 bench-step: install ## Measure one training step here, in TRL and in the archived trainer's way (DATA=<directory>); writes docs/contributing/benchmarks.md

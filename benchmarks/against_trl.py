@@ -16,9 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from benchmarks.run_api_bench import machine
-from benchmarks.run_api_bench.report import table
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import host_facts, replace_section, table
 from benchmarks.train_bench.demo import demo_records
 from benchmarks.train_bench.install import TRL_SIDE, trl_python
 from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
@@ -136,7 +134,7 @@ def _introduction(rounds: int) -> list[str]:
         "`grpo-demo` samples the next batch while it trains, so its completions have a staleness. "
         "TRL has the micro-batch size with which it is fastest.",
         "",
-        *(f"- {fact}" for fact in machine.host()),
+        *host_facts(),
     ]
 
 

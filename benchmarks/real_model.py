@@ -15,9 +15,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.run_api_bench import machine
-from benchmarks.run_api_bench.report import table
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import host_facts, replace_section, table
 from benchmarks.train_bench.demo import demo_records
 from benchmarks.train_bench.install import TRL_SIDE, trl_python
 from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
@@ -170,7 +168,7 @@ def _report(settings: RealBenchSettings, section: str, about: str, rows: list[li
         f"`make bench-real` on {today}, {settings.rounds} runs in turn: median (lowest to "
         f"highest). {about}",
         "",
-        *(f"- {fact}" for fact in machine.host()),
+        *host_facts(),
         "",
         *table([heading, *rows]),
     ]

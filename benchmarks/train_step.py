@@ -19,9 +19,7 @@ import torch
 from pydantic import Field
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.run_api_bench import machine
-from benchmarks.run_api_bench.report import table
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import host_facts, replace_section, table
 from benchmarks.train_bench.install import TRL_SIDE, trl_python
 from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
 from benchmarks.train_bench.work import GROUP_SIZE, BatchFile, batch, prompt_tokens, questions
@@ -228,7 +226,7 @@ def _introduction(settings: StepBenchSettings) -> list[str]:
         "archived trainer's way have the micro-batch size with which TRL is fastest. 151,936 "
         "tokens: a model of 2 layers, 256 wide, with this vocabulary.",
         "",
-        *(f"- {fact}" for fact in machine.host()),
+        *host_facts(),
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, Self, TextIO
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from benchmarks.gpu_bench.settings import PARTS, PartName, ShapeName
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import replace_section
 from grpo_core.settings import Command, CommandSettings, load_settings
 
 

@@ -1,32 +1,49 @@
-"""One HTTP connection to a server on this machine, by Python's own blocking client.
+"""One HTTP connection to a server on this machine, with Python's blocking client, and a prober.
 
-It costs the load generator a fraction of what the servers' work costs, so that two cores suffice.
+The client costs the load generator a fraction of what the servers' work costs, so that two cores
+suffice.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
+from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from benchmarks.run_api_bench.errors import ApiBenchmarkFailed
-from benchmarks.run_api_bench.workload import Body
 from grpo_core.closing import ClosesOnExit
+from grpo_core.errors import GrpoError
 
 HOST = "127.0.0.1"
 ANSWER_DEADLINE_S = 180.0
 _SHOWN_BYTES = 300
+_PROBE_PERIOD_S = 0.005
+# Forked: a new interpreter would import this again for a second, and no thread runs here.
+_FORKED = multiprocessing.get_context("fork")
+
+
+class ApiBenchmarkFailed(GrpoError):
+    """A server did not do what is measured, so that the number would be meaningless."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A request body with the headers that describe it."""
+
+    content: bytes
+    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class ApiAnswer:
-    """`seconds` from the first byte sent to the last byte read; `content` as it was sent."""
+    """`seconds`: from the first byte sent to the last byte read. `content`: as it was sent."""
 
     status: int
     is_gzip: bool
@@ -41,10 +58,11 @@ class ApiAnswer:
 
 
 class Connection(ClosesOnExit):
-    """Kept alive from one call to the next, as far as the server does.
+    """Kept alive from one call to the next, if the server does so too.
 
     Raises:
-        BenchmarkFailed: no answer within 180 s.
+        ApiBenchmarkFailed: no answer within `deadline_s`; `get`, `post`, `send_json`: an answer
+            with another status than 200.
     """
 
     def __init__(self, port: int, deadline_s: float = ANSWER_DEADLINE_S) -> None:
@@ -63,7 +81,7 @@ class Connection(ClosesOnExit):
         """One request; answers of every status are returned."""
         began = time.perf_counter()
         try:
-            # a server may refuse a body, and say so, before it has read all of it
+            # a server may refuse a body before it has read all of it
             with suppress(BrokenPipeError):
                 self._http.request(method, path, content, headers or {})
             response = self._http.getresponse()
@@ -92,3 +110,51 @@ def _succeeded(method: str, path: str, answer: ApiAnswer) -> ApiAnswer:
             f"{method} {path}: status {answer.status}, {answer.text()[:_SHOWN_BYTES]!r}"
         )
     return answer
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """`longest_delay_s`: how late the prober woke up; as much of an answer's time may be the
+    machine's."""
+
+    longest_answer_s: float
+    longest_delay_s: float
+
+
+class Prober(ClosesOnExit):
+    """Asks a server for its status every 5 ms, from a process of its own, until `report`.
+
+    Raises:
+        EOFError: the server did not answer; the error of the process is on standard error.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._pipe, child_end = _FORKED.Pipe()
+        self._process = _FORKED.Process(target=_probe, args=(port, child_end), daemon=True)
+        self._process.start()
+        child_end.close()
+        self._pipe.recv()
+
+    def report(self) -> ProbeReport:
+        self._pipe.send(None)
+        report: ProbeReport = self._pipe.recv()
+        return report
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._pipe.close()
+
+
+def _probe(port: int, pipe: Pipe) -> None:
+    longest_answer_s, longest_delay_s = 0.0, 0.0
+    with Connection(port) as connection:
+        connection.get("/status")
+        pipe.send(None)
+        due = time.perf_counter()
+        while not pipe.poll():
+            due = max(due + _PROBE_PERIOD_S, time.perf_counter())
+            time.sleep(max(0.0, due - time.perf_counter()))
+            longest_delay_s = max(longest_delay_s, time.perf_counter() - due)
+            longest_answer_s = max(longest_answer_s, connection.get("/status").seconds)
+    pipe.send(ProbeReport(longest_answer_s, longest_delay_s))

@@ -1,52 +1,180 @@
-"""What environments and trainers do to a server, as fast as one process can."""
+"""The load: scored groups as JSON, and the requests of environments and trainers.
+
+A full-size group is 8 sequences of 128 prompt and 896 completion tokens, about 270 kB of JSON. A
+tiny group is 8 sequences of 1 and 3 tokens. Both have the format of Atropos environments.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
+import random
 import time
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle, islice
+from typing import Any
 
-from benchmarks.run_api_bench.connection import ApiAnswer, Connection
-from benchmarks.run_api_bench.errors import ApiBenchmarkFailed
-from benchmarks.run_api_bench.systems import RunningServer
-from benchmarks.run_api_bench.workload import FULL_SIZE, Body, tiny_groups
+from benchmarks.run_api_bench.connection import ApiAnswer, ApiBenchmarkFailed, Body, Connection
+from benchmarks.run_api_bench.servers import RunningServer
+from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 
+VOCABULARY = 150_000
+GROUP_SIZE = 8
 BATCH_SEQUENCES = 64
 CONNECTIONS = 8
 AS_REQUESTS_ASKS = {"Accept-Encoding": "gzip, deflate", "Accept": "*/*"}
 """Headers of the `requests` library, which Atropos trainers use."""
+_GZIP_FROM_BYTES = 1024
+_GZIP_WINDOW_BITS = 31
+_ZEROS = bytes(1 << 20)
 _GROUPS_PER_LIST = 250
+_SEED = 0
 
 
 @dataclass(frozen=True)
-class SubmissionReport:
-    groups_per_s: float
-    generator_cpu_s: float
-    """What sending cost this process."""
+class Sizes:
+    """Amounts of the load. `depths`: of the queue, in groups. `in_flight`: connections of the
+    crowd. `idle_s`: how long an idle server is probed."""
+
+    distinct_groups: int
+    depths: tuple[int, ...]
+    submissions: int
+    in_flight: int
+    idle_s: float
+    large_body_bytes: int
+    bomb_bytes: int
+    large_batch_sequences: int
+    long_list_groups: int
+
+
+FULL = Sizes(
+    distinct_groups=64,
+    depths=(0, 1_000, 10_000),
+    submissions=512,
+    in_flight=512,
+    idle_s=3.0,
+    large_body_bytes=30_000_000,
+    bomb_bytes=1 << 30,
+    large_batch_sequences=1_024,
+    long_list_groups=1_000,
+)
+QUICK = Sizes(
+    distinct_groups=16,
+    depths=(0, 1_000),
+    submissions=64,
+    in_flight=64,
+    idle_s=1.0,
+    large_body_bytes=10_000_000,
+    bomb_bytes=1 << 27,
+    large_batch_sequences=256,
+    long_list_groups=500,
+)
+
+
+class Workload:
+    """Bodies of requests, the same bytes in every process and run."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        rng = random.Random(_SEED)
+        groups = [scored_group(rng, 128, 896) for _ in range(sizes.distinct_groups)]
+        self._texts = [json.dumps(group) for group in groups]
+        self.full_size = [as_atropos_sends(text) for text in self._texts]
+        """Bodies of `POST /scored_data`, one group each, of the environment with id 0."""
+
+    @cached_property
+    def large_valid(self) -> Body:
+        """Body of `POST /scored_data_list`."""
+        return _packed_list(self._large_texts())
+
+    @cached_property
+    def large_invalid(self) -> Body:
+        """The same, with a word for the last number of the last group."""
+        texts = self._large_texts()
+        spoilt = json.loads(texts[-1])
+        spoilt["inference_logprobs"][-1][-1] = "none"
+        return _packed_list([*texts[:-1], json.dumps(spoilt)])
+
+    @cached_property
+    def bomb(self) -> Body:
+        """A body of zeros, gzip-encoded to a thousandth of `Sizes.bomb_bytes`."""
+        packer = zlib.compressobj(wbits=_GZIP_WINDOW_BITS)
+        pieces = [packer.compress(_ZEROS) for _ in range(self._sizes.bomb_bytes // len(_ZEROS))]
+        return _packed(b"".join([*pieces, packer.flush()]))
+
+    def _large_texts(self) -> list[str]:
+        longest = max(len(text) for text in self._texts) + 1
+        return list(islice(cycle(self._texts), self._sizes.large_body_bytes // longest))
+
+
+def tiny_groups(count: int, env_ids: Sequence[int] = (0,)) -> Body:
+    """Body of `POST /scored_data_list`: `count` groups, of each environment in turn."""
+    rng = random.Random(_SEED)
+    groups = [scored_group(rng, 1, 3, env_id) for env_id in islice(cycle(env_ids), count)]
+    return as_atropos_sends(json.dumps(groups))
+
+
+def scored_group(
+    rng: random.Random, prompt_tokens: int, completion_tokens: int, env_id: int = 0
+) -> dict[str, Any]:
+    """Random tokens, log-probabilities with all their digits, and the keys that
+    `atroposlib.envs.base` adds."""
+    prompt = [rng.randrange(VOCABULARY) for _ in range(prompt_tokens)]
+    completions = [
+        [rng.randrange(VOCABULARY) for _ in range(completion_tokens)] for _ in range(GROUP_SIZE)
+    ]
+    return {
+        "tokens": [prompt + completion for completion in completions],
+        "masks": [[MASKED] * len(prompt) + completion for completion in completions],
+        "scores": [rng.random() for _ in completions],
+        "inference_logprobs": [
+            [PROMPT_LOGPROB] * len(prompt) + [-rng.expovariate(2.0) for _ in completion]
+            for completion in completions
+        ],
+        **{key: [] for key in ("advantages", "ref_logprobs", "messages", "overrides", "images")},
+        **{"group_overrides": {}, "distill_token_ids": None, "distill_logprobs": None},
+        "env_id": env_id,
+    }
+
+
+def as_atropos_sends(text: str) -> Body:
+    """As `BaseEnv._post_json_with_compression` of atroposlib 0.4.0 does."""
+    plain = text.encode()
+    packed = gzip.compress(plain) if len(plain) >= _GZIP_FROM_BYTES else plain
+    if len(packed) < len(plain):
+        return _packed(packed)
+    return Body(plain, {"Content-Type": "application/json"})
+
+
+def _packed_list(texts: Sequence[str]) -> Body:
+    # The level hardly changes the time of decompression.
+    return _packed(gzip.compress(f"[{','.join(texts)}]".encode(), compresslevel=1))
+
+
+def _packed(content: bytes) -> Body:
+    return Body(content, {"Content-Type": "application/json", "Content-Encoding": "gzip"})
 
 
 def start_run(
-    server: RunningServer,
-    batch_sequences: int = BATCH_SEQUENCES,
-    minimums: Sequence[float | None] = (None,),
+    server: RunningServer, batch_sequences: int = BATCH_SEQUENCES, environments: int = 1
 ) -> None:
-    """Forget what the server holds, register a trainer, and an environment per minimum.
-
-    Environments are served ids from 0 on.
+    """Reset the server, and register a trainer and environments with ids from 0 on.
 
     Raises:
-        BenchmarkFailed: the server did not take them.
+        ApiBenchmarkFailed: the server did not take them.
     """
     with Connection(server.port) as connection:
         connection.get("/reset_data")
         server.forget_env_ids()
         connection.send_json("POST", "/register", _trainer(batch_sequences))
-        # atroposlib lets environments in once the trainer has asked for its first batch
+        # atroposlib accepts environments once the trainer has asked for its first batch
         connection.get("/batch")
-        for expected_id, minimum in enumerate(minimums):
-            answer = connection.send_json("POST", "/register-env", _environment(minimum)).json()
+        for expected_id in range(environments):
+            answer = connection.send_json("POST", "/register-env", _ENVIRONMENT).json()
             if answer.get("env_id") != expected_id:
                 raise ApiBenchmarkFailed(f"POST /register-env: env_id {expected_id}, got {answer}")
 
@@ -59,31 +187,36 @@ def fill(port: int, groups: int, env_ids: Sequence[int] = (0,)) -> None:
             connection.post("/scored_data_list", tiny_groups(count, env_ids))
 
 
+@dataclass(frozen=True)
+class SubmissionReport:
+    """`generator_cpu_s`: CPU time of the sending process."""
+
+    groups_per_s: float
+    generator_cpu_s: float
+
+
 def submit(port: int, bodies: Sequence[Body], count: int) -> SubmissionReport:
     """Send `count` groups, one per request, over 8 connections at once."""
     every = list(islice(cycle(bodies), count))
     shares = [every[first::CONNECTIONS] for first in range(CONNECTIONS)]
     began, cpu_began = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(CONNECTIONS) as senders:
-        for finished in [senders.submit(_submit_share, port, share) for share in shares]:
-            finished.result()
+        list(senders.map(_submit_share, [port] * CONNECTIONS, shares))
     seconds = time.perf_counter() - began
     return SubmissionReport(count / seconds, time.process_time() - cpu_began)
 
 
-def poll_status_env(port: int, count: int) -> list[float]:
-    """Seconds of each of `count` polls, one after the other."""
+def _submit_share(port: int, bodies: Sequence[Body]) -> None:
     with Connection(port) as connection:
-        return [
-            connection.send_json("GET", "/status-env", {"env_id": 0}).seconds for _ in range(count)
-        ]
+        for body in bodies:
+            connection.post("/scored_data", body)
 
 
 def fetch_batch(port: int, sequences: int = BATCH_SEQUENCES) -> ApiAnswer:
     """`GET /batch` as a trainer sends it.
 
     Raises:
-        BenchmarkFailed: the answer is no batch of `sequences` sequences.
+        ApiBenchmarkFailed: the answer is not a batch of `sequences` sequences.
     """
     with Connection(port) as connection:
         connection.get("/status")  # connects: the answer's time is that of the request alone
@@ -93,12 +226,6 @@ def fetch_batch(port: int, sequences: int = BATCH_SEQUENCES) -> ApiAnswer:
     if received != sequences:
         raise ApiBenchmarkFailed(f"GET /batch: {received} sequences instead of {sequences}")
     return answer
-
-
-def _submit_share(port: int, bodies: Sequence[Body]) -> None:
-    with Connection(port) as connection:
-        for body in bodies:
-            connection.post("/scored_data", body)
 
 
 def _trainer(batch_sequences: int) -> dict[str, object]:
@@ -114,11 +241,10 @@ def _trainer(batch_sequences: int) -> dict[str, object]:
     }
 
 
-def _environment(minimum: float | None) -> dict[str, object]:
-    return {
-        "max_token_length": 2048,
-        "desired_name": "benchmark",
-        "weight": 1.0,
-        "group_size": FULL_SIZE.sequences,
-        "min_batch_allocation": minimum,
-    }
+_ENVIRONMENT = {
+    "max_token_length": 2048,
+    "desired_name": "benchmark",
+    "weight": 1.0,
+    "group_size": GROUP_SIZE,
+    "min_batch_allocation": None,
+}

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import replace_section
 from docs.generate.image_packages import ImageFixes, fixes_of
 from docs.generate.markdown import table
 

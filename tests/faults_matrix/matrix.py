@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import replace_section
 from tests.faults_matrix import elsewhere, endings, links, processes
 from tests.faults_matrix.declared import Fault, Kind
 

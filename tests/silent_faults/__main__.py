@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.run_api_bench.results_file import replace_section
+from benchmarks.report import replace_section
 from grpo_runs.process.ports import free_port
 from tests.fixtures.inference import FILE_DTYPE, start_inference, stop_inference
 from tests.fixtures.run_api import start_run_api
