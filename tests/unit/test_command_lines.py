@@ -12,7 +12,7 @@ import pytest
 
 from grpo_core.settings import CommandSettings, load_settings
 from grpo_core.settings.options import options_of
-from grpo_core.settings.sources import Arguments
+from grpo_core.settings.sources import read_words
 from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine, config_yaml
@@ -180,7 +180,7 @@ def test_a_flag_may_be_written_in_several_ways(words: str, expected: bool) -> No
 def test_grpo_run_takes_every_option_of_the_trainer() -> None:
     names = [option.name for option in options_of(CommandLine).values()]
     words = [f"--{name}=true" for name in (*names, *CommandLine.command.aliases)]
-    read = Arguments(RunSettings.command, options_of(RunSettings), [*words, "--vllm-port=1"])
+    read = read_words(RunSettings.command, options_of(RunSettings), [*words, "--vllm-port=1"])
     named = {problem.removeprefix("--").partition(":")[0] for problem in read.problems}
     assert named == {"inference-url", "weights-socket", "memory-plan", "vllm-url"}  # with a reason
     assert not [problem for problem in read.problems if "no such option" in problem]

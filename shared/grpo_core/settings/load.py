@@ -27,7 +27,15 @@ from grpo_core.settings.messages import (
     resolved_yaml,
 )
 from grpo_core.settings.options import Option, options_of
-from grpo_core.settings.sources import Arguments, ConfigFile, Given, Variables, merge
+from grpo_core.settings.sources import (
+    Found,
+    Given,
+    Line,
+    merge,
+    read_config,
+    read_variables,
+    read_words,
+)
 
 EXIT_USAGE = 2
 _IN_FILE = re.compile(r"\S+\.(?:ya?ml|toml):(\d+): ")
@@ -65,16 +73,15 @@ def load_settings(
             `--version` and `--dry-run`
     """
     command, options = settings_type.command, options_of(settings_type)
-    common = Arguments(command, options, argv).common
+    line = read_words(command, options, argv)
+    common = line.common
     if "help" in common:
         _print_and_exit(help_text(settings_type, options))
     if "version" in common:
         _print_and_exit(f"{command.prog} {VERSION}\n")
     is_dry = "dry-run" in common
     try:
-        settings = parsed(
-            settings_type, argv, environment, at_start=at_start or is_dry, below=below
-        )
+        settings = _of_line(settings_type, line, environment, at_start or is_dry, below)
     except OptionsInvalid as error:
         sys.stderr.write("".join(f"{command.prog}: {line}\n" for line in error.lines))
         raise SystemExit(EXIT_USAGE) from None
@@ -99,19 +106,29 @@ def parsed(
     Raises:
         OptionsInvalid: with all mistakes
     """
+    line = read_words(settings_type.command, options_of(settings_type), argv)
+    return _of_line(settings_type, line, environment, at_start, below)
+
+
+def _of_line(
+    settings_type: type[S],
+    line: Line,
+    environment: Mapping[str, str],
+    at_start: bool,
+    below: Path | None,
+) -> S:
     command, options = settings_type.command, options_of(settings_type)
-    line = Arguments(command, options, argv)
     path = line.common.get("config")
-    file = ConfigFile(settings_type, Path(path).expanduser() if path else None)
+    file = read_config(settings_type, Path(path).expanduser()) if path else Found()
     if ignored := [*file.without_effect, *line.without_effect]:
         sys.stderr.write(
             f"{command.prog}: ignored these options, which have no effect: {', '.join(ignored)}\n"
         )
-    given = ConfigFile(settings_type, below).values | file.values
+    given = (read_config(settings_type, below).values if below else {}) | file.values
     if command.passes_on and line.passed_on:
         words = given.get(command.passes_on, Given([], "")).value
         given[command.passes_on] = Given([*words, *line.passed_on], "")
-    variables = Variables(command, options, environment, line.values)
+    variables = read_variables(command, options, environment, line.values)
     merge(given, variables.values)
     merge(given, line.values)
     problems = [*line.problems, *file.problems, *variables.problems]
@@ -229,7 +246,7 @@ def mistakes_of(
         at_start, environment: as of `load_settings`
     """
     command, options = settings_type.command, options_of(settings_type)
-    given = Variables(command, options, environment, values).values
+    given = read_variables(command, options, environment, values).values
     given |= {name: Given(value, name) for name, value in values.items() if value is not None}
     for _ in settings_type.drop_unused(given, environment):
         pass

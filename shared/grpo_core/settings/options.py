@@ -251,9 +251,12 @@ class Names:
         ]
         return f"no such option; did you mean {' or '.join(near)}?" if near else "no such option"
 
-    def is_misspelt(self, name: str) -> bool:
-        """Whether an option that would be passed on is refused, or misspells one of ours."""
-        return name in self._command.refused or self.one_typo_from(name) is not None
+    def is_passed_on(self, name: str) -> bool:
+        """Whether an unknown option begins with `passes_on_below`, and is not one of ours with a
+        typing mistake."""
+        below = self._command.passes_on_below
+        is_ours = name in self._command.refused or self.one_typo_from(name) is not None
+        return bool(below) and name.startswith(below) and not is_ours
 
     def one_typo_from(self, name: str) -> str | None:
         """The option that this name misspells. Nearly all names of other programs pass."""

@@ -7,7 +7,8 @@ import re
 import shlex
 import tomllib
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,38 +38,60 @@ def merge(values: dict[str, Given], more: Mapping[str, Given]) -> None:
             values[name] = given
 
 
-class _Source:
-    """Values by field, names of options that have no effect, and problems for the user."""
+@dataclass
+class Found:
+    """What a source gives.
 
-    def __init__(self, command: Command, options: Mapping[str, Option]) -> None:
-        self.values: dict[str, Given] = {}
-        self.without_effect: list[str] = []
-        self.problems: list[str] = []
+    Args:
+        values: by field
+        without_effect: names of options that are accepted and ignored
+        problems: lines for the user
+    """
+
+    values: dict[str, Given] = field(default_factory=dict)
+    without_effect: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Line(Found):
+    """A command line. `common`: values of the options that every command has. `passed_on`: words
+    for another program."""
+
+    common: dict[str, str] = field(default_factory=dict)
+    passed_on: list[str] = field(default_factory=list)
+
+
+def read_words(command: Command, options: Mapping[str, Option], argv: Sequence[str]) -> Line:
+    """What a command line gives."""
+    return _Words(command, options, argv).read()
+
+
+class _Words:
+    def __init__(
+        self, command: Command, options: Mapping[str, Option], argv: Sequence[str]
+    ) -> None:
         self._command, self._options = command, options
         self._names = Names(command, options)
-
-
-class Arguments(_Source):
-    """`common`: values of the options that every command has."""
-
-    def __init__(self, command: Command, options: Mapping[str, Option], argv: Sequence[str]):
-        super().__init__(command, options)
-        self.common: dict[str, str] = {}
-        self.passed_on: list[str] = []
         self._positional = deque(command.positional)
         self._words = deque(argv)
+        self._line = Line()
+
+    def read(self) -> Line:
+        command, line = self._command, self._line
         while self._words:
             word = self._words.popleft()
             if word in ("-h", "--help"):
-                self.common["help"] = ""
+                line.common["help"] = ""
             elif word == "--" and command.passes_on is not None:
                 if not command.passes_on_below:  # otherwise it only separates
-                    self.passed_on += self._words
+                    line.passed_on += self._words
                     self._words.clear()
             elif word.startswith("-") and word != "-":
                 self._option(word)
             else:
                 self._word(word)
+        return line
 
     def _option(self, word: str) -> None:
         typed, separator, value = word.partition("=")
@@ -76,40 +99,40 @@ class Arguments(_Source):
         inline = value if separator else None
         if name in COMMON:
             self._common(typed, name, inline)
-            return
-        if name in self._command.without_effect:
-            self.without_effect.append(typed)
+        elif name in self._command.without_effect:
+            self._line.without_effect.append(typed)
             if inline is None and self._next_is_value():
                 self._words.popleft()
-            return
-        found = self._names.find(name)
-        if found is None:
+        elif found := self._names.find(name):
+            self._known(typed, inline, found)
+        else:
             self._unknown(word, typed, name)
-            return
-        option = self._options[found.field]
+
+    def _known(self, typed: str, inline: str | None, found: Alias) -> None:
+        option, values = self._options[found.field], self._line.values
         read = self._read(option, typed, inline, found)
         if read is None:
             return
         try:
             given = _converted(found, typed, read)
         except ValueError as error:
-            self.problems.append(str(error))
+            self._line.problems.append(str(error))
             return
-        earlier = self.values.get(option.field)
+        earlier = values.get(option.field)
         if option.is_list and earlier is not None:
             given = given._replace(value=[*earlier.value, *given.value])
-        merge(self.values, {option.field: given})
+        merge(values, {option.field: given})
 
     def _common(self, typed: str, name: str, inline: str | None) -> None:
         if name == "config":
             value = self._value(typed, inline)
             if value == "":
-                self.problems.append(f"{typed}: expected the path of a file; got ''")
-            self.common[name] = value or ""
+                self._line.problems.append(f"{typed}: expected the path of a file; got ''")
+            self._line.common[name] = value or ""
         elif inline is None:
-            self.common[name] = ""
+            self._line.common[name] = ""
         else:
-            self.problems.append(f"{typed}={inline}: {typed} takes no value")
+            self._line.problems.append(f"{typed}={inline}: {typed} takes no value")
 
     def _read(self, option: Option, typed: str, inline: str | None, found: Alias) -> Any:
         if option.is_flag or found.is_flag:
@@ -133,7 +156,7 @@ class Arguments(_Source):
         if self._next_is_value():
             return self._words.popleft()
         hint = f"; write {typed}=VALUE if the value begins with --" if self._words else ""
-        self.problems.append(f"{typed}: expected a value after it{hint}")
+        self._line.problems.append(f"{typed}: expected a value after it{hint}")
         return None
 
     def _next_is_value(self) -> bool:
@@ -141,15 +164,15 @@ class Arguments(_Source):
 
     def _unknown(self, word: str, typed: str, name: str) -> None:
         below = self._command.passes_on_below
-        if below and name.startswith(below) and not self._names.is_misspelt(name):
-            self.passed_on += self._with_values(f"--{word.removeprefix('--')[len(below) :]}")
+        if self._names.is_passed_on(name):
+            self._line.passed_on += self._with_values(f"--{word.removeprefix('--')[len(below) :]}")
             return
         if self._command.passes_on is None or below:
-            self.problems.append(f"{typed}: {self._names.unknown(name)}")
+            self._line.problems.append(f"{typed}: {self._names.unknown(name)}")
         elif name not in self._command.others and (near := self._names.one_typo_from(name)):
-            self.problems.append(f"{typed}: no such option; did you mean --{near}?")
+            self._line.problems.append(f"{typed}: no such option; did you mean --{near}?")
         else:
-            self.passed_on.append(word)
+            self._line.passed_on.append(word)
             return
         if "=" not in word and self._next_is_value():
             self._words.popleft()
@@ -161,189 +184,185 @@ class Arguments(_Source):
 
     def _word(self, word: str) -> None:
         if self._command.passes_on is not None and not self._command.passes_on_below:
-            self.passed_on.append(word)
+            self._line.passed_on.append(word)
         elif self._positional:
             name = self._positional[0]
             if self._options[name].is_list:
-                earlier = self.values.get(name, Given([], ""))
-                self.values[name] = Given([*earlier.value, word], name.upper())
+                earlier = self._line.values.get(name, Given([], ""))
+                self._line.values[name] = Given([*earlier.value, word], name.upper())
             else:
-                self.values[self._positional.popleft()] = Given(word, name.upper())
+                self._line.values[self._positional.popleft()] = Given(word, name.upper())
         else:
-            self.problems.append(f"{word!r}: unexpected; every option begins with --")
+            self._line.problems.append(f"{word!r}: unexpected; every option begins with --")
 
 
-class Variables(_Source):
+def read_variables(
+    command: Command,
+    options: Mapping[str, Option],
+    environment: Mapping[str, str],
+    on_command_line: Container[str],
+) -> Found:
     """An empty variable counts as none: Compose passes on what a .env file leaves empty. A secret
     may also be in a file, which a variable with `_FILE` at the end of its name names.
 
     Args:
         on_command_line: fields whose variables cause no problem
     """
-
-    def __init__(
-        self,
-        command: Command,
-        options: Mapping[str, Option],
-        environment: Mapping[str, str],
-        on_command_line: Container[str],
-    ) -> None:
-        super().__init__(command, options)
-        for field, option in options.items():
-            shared = command.variable(field)
-            own = shared or (command.env_prefix and f"{command.env_prefix}{field.upper()}")
-            problems: list[str] = []
+    found = Found()
+    for field_, option in options.items():
+        shared = command.variable(field_)
+        own = shared or (command.env_prefix and f"{command.env_prefix}{field_.upper()}")
+        try:
             if shared and (text := environment.get(shared)):
-                self.values[field] = Given(text, shared)
-            elif own and self._is_in_file(option, own, environment):
-                problems = [*self._from_file(option, f"{own}_FILE", environment)]
-            elif command.env_prefix:
-                problems = [*self._by_name(option, environment)]
-            self.problems += [] if field in on_command_line else problems
+                given: Given | None = Given(text, shared)
+            elif own and _is_in_file(option, own, environment):
+                given = _in_file(f"{own}_FILE", environment)
+            else:
+                given = _by_name(command, option, environment)
+        except ValueError as error:
+            found.problems += [] if field_ in on_command_line else [str(error)]
+            continue
+        if given is not None:
+            found.values[field_] = given
+    return found
 
-    @staticmethod
-    def _is_in_file(option: Option, variable: str, environment: Mapping[str, str]) -> bool:
-        has_file = environment.get(f"{variable}_FILE") and not environment.get(variable)
-        return bool(option.is_secret and has_file)
 
-    def _from_file(
-        self, option: Option, variable: str, environment: Mapping[str, str]
-    ) -> Iterator[str]:
-        """Read a secret; yields the problem. An empty file counts as no secret."""
-        path = environment[variable]
-        try:
-            text = Path(path).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", "not text")
-            yield f"{variable}={path}: {why}; name a file that contains only the secret"
-            return
-        if text:
-            self.values[option.field] = Given(text, variable)
+def _is_in_file(option: Option, variable: str, environment: Mapping[str, str]) -> bool:
+    has_file = environment.get(f"{variable}_FILE") and not environment.get(variable)
+    return bool(option.is_secret and has_file)
 
-    def _by_name(self, option: Option, environment: Mapping[str, str]) -> Iterator[str]:
-        """Read the variables of an option and its aliases, of which one that yields counts only
-        alone; yields the problems."""
-        aliases = {option.field: Alias(option.field)}
-        for name in self._command.aliases:
-            if (alias := self._command.alias(name)) and alias.field == option.field:
-                aliases[name] = alias
-        set_ones = {
-            variable: alias
-            for name, alias in aliases.items()
-            if environment.get(
-                variable := self._command.env_prefix + name.upper().replace("-", "_")
+
+def _in_file(variable: str, environment: Mapping[str, str]) -> Given | None:
+    """A secret; None if the file is empty. Raises `ValueError`, with a message for the user."""
+    path = environment[variable]
+    try:
+        text = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "not text")
+        raise ValueError(
+            f"{variable}={path}: {why}; name a file that contains only the secret"
+        ) from None
+    return Given(text, variable) if text else None
+
+
+def _by_name(command: Command, option: Option, environment: Mapping[str, str]) -> Given | None:
+    """Of the variables of an option and its aliases, of which one that yields counts only alone.
+
+    Raises:
+        ValueError: they differ, or the value cannot be converted; with a message for the user
+    """
+    if not command.env_prefix:
+        return None
+    aliases = {option.field: Alias(option.field)}
+    for name in command.aliases:
+        if (alias := command.alias(name)) and alias.field == option.field:
+            aliases[name] = alias
+    set_ones = {
+        variable: alias
+        for name, alias in aliases.items()
+        if environment.get(variable := command.env_prefix + name.upper().replace("-", "_"))
+    }
+    firm = {variable: alias for variable, alias in set_ones.items() if not alias.yields}
+    found = [
+        _converted(alias, variable, environment[variable])
+        for variable, alias in (firm or set_ones).items()
+    ]
+    for other in found[1:]:
+        if other.value != (first := found[0]).value:
+            shown = hide_passwords(f" ({first.value!r}, {other.value!r})")
+            values = "" if option.is_secret else shown
+            raise ValueError(
+                f"{first.name} and {other.name} name the same option, but their values "
+                f"differ{values}; unset one of them"
             )
-        }
-        firm = {variable: alias for variable, alias in set_ones.items() if not alias.yields}
-        try:
-            found = [
-                _converted(alias, variable, environment[variable])
-                for variable, alias in (firm or set_ones).items()
-            ]
-        except ValueError as error:
-            yield str(error)
-            return
-        if not found:
-            return
-        first = self.values[option.field] = found[0]
-        for other in found[1:]:
-            if other.value != first.value:
-                shown = hide_passwords(f" ({first.value!r}, {other.value!r})")
-                values = "" if option.is_secret else shown
-                yield (
-                    f"{first.name} and {other.name} name the same option, but their values "
-                    f"differ{values}; unset one of them"
-                )
+    return found[0] if found else None
 
 
-class Keys(_Source):
-    """Values by keys: names of options, with dashes or underscores."""
+def read_keys(
+    settings_type: type[CommandSettings],
+    given: Iterable[tuple[str, Any, str]],
+    dashes: str = "--",
+) -> Found:
+    """Values by keys: names of options, with dashes or underscores.
 
-    def __init__(self, settings_type: type[CommandSettings]) -> None:
-        super().__init__(settings_type.command, options_of(settings_type))
-
-    def read(self, key: str, value: Any, where: str) -> None:
-        """Args: where: the name of the key in messages"""
-        command, name = self._command, key.replace("_", "-")
+    Args:
+        given: key, value, and the name of the key in messages
+        dashes: what other keys begin with, in messages
+    """
+    command = settings_type.command
+    found, names = Found(), Names(command, options_of(settings_type))
+    for key, value, where in given:
+        name = key.replace("_", "-")
+        alias = names.find(name) or Alias(name.replace("-", "_"))
         if name in command.without_effect or name.partition(".")[0] in command.without_effect:
-            self.without_effect.append(key)
-            return
-        found = self._names.find(name)
-        below = command.passes_on_below
-        passes = below and name.startswith(below) and not self._names.is_misspelt(name)
-        if found is None and passes and command.passes_on:
-            words = as_words(name.removeprefix(below), value)
-            earlier = self.values.get(command.passes_on, Given([], ""))
-            self.values[command.passes_on] = Given([*earlier.value, *words], where)
-            return
-        if found is None:
-            found = Alias(name.replace("-", "_"))
-            if found.field not in (*command.positional, command.passes_on):
-                self.problems.append(f"{where}: {self._unknown(name)}")
-                return
-        if value is not None:
-            try:
-                given = _converted(found, where, value)
-            except ValueError as error:
-                self.problems.append(str(error))
-                return
-            first = self.values.get(found.field, given)
-            if first.value != given.value and not (first.yields or given.yields):
-                self.problems.append(f"{where}: {first.name} is the same option; omit one of them")
-            merge(self.values, {found.field: given})
-
-    def _unknown(self, name: str) -> str:
-        return self._names.unknown(name)
+            found.without_effect.append(key)
+        elif names.find(name) is None and command.passes_on and names.is_passed_on(name):
+            words = as_words(name.removeprefix(command.passes_on_below), value)
+            earlier = found.values.get(command.passes_on, Given([], ""))
+            found.values[command.passes_on] = Given([*earlier.value, *words], where)
+        elif not names.find(name) and alias.field not in (*command.positional, command.passes_on):
+            found.problems.append(f"{where}: {names.unknown(name).replace('--', dashes)}")
+        elif value is not None:
+            _add(found, alias, where, value)
+    return found
 
 
-class ConfigFile(Keys):
-    """A YAML or TOML file. Its keys are option names, or sections of them. `path`: None for
-    none."""
+def _add(found: Found, alias: Alias, name: str, value: Any) -> None:
+    try:
+        given = _converted(alias, name, value)
+    except ValueError as error:
+        found.problems.append(str(error))
+        return
+    first = found.values.get(alias.field, given)
+    if first.value != given.value and not (first.yields or given.yields):
+        found.problems.append(f"{name}: {first.name} is the same option; omit one of them")
+    merge(found.values, {alias.field: given})
 
-    def __init__(self, settings_type: type[CommandSettings], path: Path | None) -> None:
-        super().__init__(settings_type)
-        if path is None:
-            return
-        try:
-            content, lines = read_file(path)
-        except ValueError as error:
-            self.problems.append(f"--config: {error}")
-            return
-        try:
-            prepared = settings_type.prepare_file(_with_words(content, self._command.passes_on))
-        except ValueError as error:
-            self.problems.append(f"--config: {path}: {error}")
-            return
 
-        def where(key: str) -> str:
-            return f"{path}:{lines[key]}: {key}" if key in lines else f"{path}: {key}"
+def read_config(settings_type: type[CommandSettings], path: Path) -> Found:
+    """What a YAML or TOML file gives. Its keys are option names, or sections of them."""
+    command = settings_type.command
+    try:
+        content, lines = read_file(path)
+    except ValueError as error:
+        return Found(problems=[f"--config: {error}"])
+    try:
+        prepared = settings_type.prepare_file(_with_words(content, command.passes_on))
+    except ValueError as error:
+        return Found(problems=[f"--config: {path}: {error}"])
 
-        for key, value in self._flat(prepared, where):
-            self.read(key, value, where(key))
+    def where(key: str) -> str:
+        return f"{path}:{lines[key]}: {key}" if key in lines else f"{path}: {key}"
 
-    def _flat(
-        self, content: Mapping[Any, Any], where: Callable[[str], str], section: str = ""
-    ) -> Iterator[tuple[str, Any]]:
-        """`{env: {seed: 1}}` → `env.seed`, 1. An option whose value is a mapping keeps it.
+    pairs = [*_flat(settings_type, prepared)]
+    found = read_keys(settings_type, [(key, value, where(key)) for key, value in pairs], dashes="")
+    found.problems += [
+        f"{where(name)}: expected a section, with an option on each line"
+        for name, value in prepared.items()
+        if _is_section(settings_type, name) and not isinstance(value, dict | None)
+    ]
+    return found
 
-        Args: where: the name of a key in messages
-        """
-        for key, value in content.items():
-            name = f"{section}{key}"
-            found = self._names.find(name.replace("_", "-"))
-            is_value = found is not None and self._options[found.field].is_mapping
-            is_section = found is None and not section and name in self._command.groups
-            if isinstance(value, dict) and not is_value:
-                yield from self._flat(value, where, f"{name}.")
-            elif is_section and self._command.sections and value is not None:
-                self.problems.append(
-                    f"{where(name)}: expected a section, with an option on each line"
-                )
-            elif not is_section:
-                yield name, value
 
-    def _unknown(self, name: str) -> str:
-        return super()._unknown(name).replace("--", "")
+def _is_section(settings_type: type[CommandSettings], key: str) -> bool:
+    command = settings_type.command
+    names = Names(command, options_of(settings_type))
+    return command.sections and key in command.groups and not names.find(key.replace("_", "-"))
+
+
+def _flat(
+    settings_type: type[CommandSettings], content: Mapping[Any, Any], section: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """`{env: {seed: 1}}` → `env.seed`, 1. An option whose value is a mapping keeps it."""
+    options = options_of(settings_type)
+    names = Names(settings_type.command, options)
+    for key, value in content.items():
+        name = f"{section}{key}"
+        found = names.find(name.replace("_", "-"))
+        if isinstance(value, dict) and not (found and options[found.field].is_mapping):
+            yield from _flat(settings_type, value, f"{name}.")
+        elif section or found or name not in settings_type.command.groups:
+            yield name, value
 
 
 def _converted(alias: Alias, name: str, value: Any) -> Given:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from grpo_core.settings import CommandSettings, Given, OptionsInvalid, settings_of
 from grpo_core.settings.options import options_of
-from grpo_core.settings.sources import Keys, Variables
+from grpo_core.settings.sources import read_keys, read_variables
 from grpo_core.tree.objectives import RECIPES
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
@@ -182,9 +182,7 @@ def _settings(
     own: options that other keys decide
     opened: options that the section gives
     """
-    given = Keys(kind)
-    for name, value in opened.items():
-        given.read(name, value, f"{section}.{name}")
+    given = read_keys(kind, [(name, one, f"{section}.{name}") for name, one in opened.items()])
     taken = given.values.keys() & own.keys() - _OPEN
     problems = [
         *given.problems,
@@ -203,7 +201,7 @@ def _settings(
         ignored = ", ".join(f"{section}.{name}" for name in given.without_effect)
         sys.stderr.write(f"ignored these keys, which have no effect: {ignored}\n")
     of_others = _environment()
-    variables = Variables(kind.command, options_of(kind), of_others, own)
+    variables = read_variables(kind.command, options_of(kind), of_others, own)
     values = {**variables.values, **own, **given.values}
     try:
         return settings_of(kind, values, of_others, at_start, problems)
