@@ -197,7 +197,7 @@ async def _given(settings: EnvServerSettings, items: Sequence[Item], file: Path)
                 or settings.seq_len,
                 opening=divided(item.messages)[1],
             )
-            [grade] = await grader.grade_all(task, [answer], item.row)
+            [grade] = await grader.grade_all(item, [answer])
             checked.append(Checked(item, text, grade))
         grader.check_weights()
     return checked

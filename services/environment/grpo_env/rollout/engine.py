@@ -92,7 +92,8 @@ class RolloutEngine:
             for index, grade in enumerate(grades)
             if isinstance(grade, Ungraded)
         ]:
-            ungraded = GroupLost(FailureReason.QUARANTINED_REWARD, "; ".join(problems))
+            detail = f"{item.place}: {'; '.join(problems)}"
+            ungraded = GroupLost(FailureReason.QUARANTINED_REWARD, detail)
             return SampledGroup(answers, sequences, graded, lost=ungraded)
         if (crowded := _too_many_sequences(item.task, sequences, plan)) is not None:
             return SampledGroup(answers, sequences, graded, lost=crowded)
@@ -133,7 +134,7 @@ class RolloutEngine:
         else:
             dialogues = await self._completions(item, plan)
         answers = [dialogue.last_answer for dialogue in dialogues]
-        return dialogues, await self._grader.grade_all(task, answers, item.row)
+        return dialogues, await self._grader.grade_all(item, answers)
 
     def _dialogue(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
         return RecordedDialogue(self._source, self._template, plan, item)
@@ -162,7 +163,7 @@ class RolloutEngine:
                 return dialogue
             if not answer.finished or answer.state.turn >= task.max_turns:
                 return dialogue
-            with self._quarantine(task):
+            with self._quarantine(item):
                 more = await self._grader.code.step(task, answer.state, answer)
             if more is None:
                 return dialogue
@@ -176,15 +177,15 @@ class RolloutEngine:
             raise GroupLost(FailureReason.FAILED_ROLLOUT, "the policy was asked for no answer")
         answers = [dialogue.last_answer for dialogue in dialogues]
         if None in values:
-            return dialogues, await self._grader.grade_all(item.task, answers, item.row)
+            return dialogues, await self._grader.grade_all(item, answers)
         return dialogues, [
-            self._grader.grade(item.task, value, answer)
+            self._grader.grade(item, value, answer)
             for value, answer in zip(values, answers, strict=True)
         ]
 
     async def _driven(self, item: Item, dialogues: Sequence[RecordedDialogue]) -> list[Any]:
         task, row = item.task, item.row
-        with self._quarantine(task):
+        with self._quarantine(item):
             if not task.rates_groups:
                 return await all_or_none(task.run(row, dialogue) for dialogue in dialogues)
             values = [*await task.run_group(row, dialogues)]
@@ -198,7 +199,7 @@ class RolloutEngine:
         return self._schemas[id(task)]
 
     @contextlib.contextmanager
-    def _quarantine(self, task: Task) -> Iterator[None]:
+    def _quarantine(self, item: Item) -> Iterator[None]:
         """Raises `GroupLost` for an error of the task's code; a `GrpoError` passes."""
         try:
             yield
@@ -209,7 +210,7 @@ class RolloutEngine:
         except RolloutFailed as error:
             raise GroupLost(FailureReason.FAILED_ROLLOUT, str(error)) from error
         except Exception as error:
-            problem = self._grader.failed(task, error).problem
+            problem = f"{item.place}: {self._grader.failed(item, error).problem}"
             raise GroupLost(FailureReason.FAILED_ROLLOUT, problem) from error
 
 

@@ -16,7 +16,8 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_env.rollout.task_code import TaskCode, UserCodeFailed
-from grpo_env.tasks import Answer, Graded, Row, Task
+from grpo_env.tasks import Answer, Graded, Task
+from grpo_env.tasks.items import Item
 from grpo_env.tasks.reward_functions import RewardInvalid, graded_of
 
 log = structlog.get_logger()
@@ -109,15 +110,13 @@ class Grader:
         self._parts: set[str] = set()
         self._answers = 0
 
-    async def grade_all(
-        self, task: Task, answers: Sequence[Answer], row: Row
-    ) -> list[Grade | Ungraded]:
+    async def grade_all(self, item: Item, answers: Sequence[Answer]) -> list[Grade | Ungraded]:
         """One entry for each answer, in order. An answer that cannot be graded never gets a score.
 
         Raises:
             UnknownRewardPart: a weight names a part that no reward has returned so far.
         """
-        graded = (self._call(task, answer, row) for answer in answers)
+        graded, task = (self._call(item, answer) for answer in answers), item.task
         if task.blocks or task.has_async_reward:
             found = [*await asyncio.gather(*graded)]
         else:  # nothing to wait for, so tasks of asyncio would only cost time
@@ -136,35 +135,36 @@ class Grader:
                 f"the reward are {', '.join(sorted(self._parts))}"
             )
 
-    async def _call(self, task: Task, answer: Answer, row: Row) -> Grade | Ungraded:
+    async def _call(self, item: Item, answer: Answer) -> Grade | Ungraded:
         try:
-            value = await self.code.reward(task, answer, row)
+            value = await self.code.reward(item.task, answer, item.row)
         except GrpoError:
             raise
         except Exception as error:  # noqa: BLE001 - code of a user
-            return self.failed(task, error)
-        return self.grade(task, value, answer)
+            return self.failed(item, error)
+        return self.grade(item, value, answer)
 
-    def failed(self, task: Task, error: Exception) -> Ungraded:
+    def failed(self, item: Item, error: Exception) -> Ungraded:
         """Report an error of the task's code, once for each kind."""
         failure = UserCodeFailed.of(error)
         if (kind := f"{failure.kind} {failure.place}") not in self._seen:
             self._seen.add(kind)
             log.warning(
                 "reward.failed",
-                task=task.name,
+                **({"at": failure.place} if failure.place else {}),
                 error=f"{failure.kind}: {failure}",
-                hint="this kind of failure is only counted from now on",
-                traceback=failure.trace,
+                row=item.place,
+                task=item.task.name,
+                exception=failure.trace or None,
             )
         return Ungraded(f"{failure.kind}: {failure}")
 
-    def grade(self, task: Task, value: Any, answer: Answer) -> Grade | Ungraded:
+    def grade(self, item: Item, value: Any, answer: Answer) -> Grade | Ungraded:
         """The grade of what a reward returned, if that is a number, or named numbers."""
         try:
-            return self._weighted(task, graded_of(value), answer)
+            return self._weighted(item.task, graded_of(value), answer)
         except Exception as error:  # noqa: BLE001 - code of a user, for example `__float__`
-            return self.failed(task, error)
+            return self.failed(item, error)
 
     def _weighted(self, task: Task, graded: Graded, answer: Answer) -> Grade:
         weights = {**task.weights, **self._weights}

@@ -18,6 +18,7 @@ import os
 import pickle
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import traceback
@@ -26,6 +27,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as DeadlinePassed
 from functools import cache
 from multiprocessing import forkserver
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -45,6 +47,13 @@ log = structlog.get_logger()
 T = TypeVar("T")
 TASKS_VARIABLE = "GRPO_REWARD_TASKS"
 """Holds the tasks to load while the process that forks the workers starts."""
+_OF_OTHERS = (
+    "<frozen",
+    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[3] / "runs" / "grpo_runs"),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
+"""How the names of files begin that are not the user's."""
 _THREADS = 64
 _MOST_WAITS = 10
 
@@ -52,7 +61,8 @@ _MOST_WAITS = 10
 class UserCodeFailed(Exception):
     """An error of a task's code, which other processes can read.
 
-    kind: name of the error; place: file and line that raised it; trace: its traceback.
+    kind: name of the error; place: the user's line that raised it; trace: its traceback, from the
+    user's first line on.
     """
 
     def __init__(self, kind: str, text: str, place: str = "", trace: str = "") -> None:
@@ -66,13 +76,17 @@ class UserCodeFailed(Exception):
     def of(cls, error: BaseException) -> UserCodeFailed:
         if isinstance(error, UserCodeFailed):
             return error
-        frames = traceback.extract_tb(error.__traceback__)
-        return cls(
-            kind=type(error).__name__,
-            text=str(error),
-            place=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
-            trace="".join(traceback.format_exception(error)),
-        )
+        shown = error.__traceback__
+        while shown is not None and not _is_own(shown.tb_frame.f_code.co_filename):
+            shown = shown.tb_next
+        own = [frame for frame in traceback.extract_tb(shown) if _is_own(frame.filename)]
+        place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        trace = traceback.format_exception(type(error), error, shown or error.__traceback__)
+        return cls(type(error).__name__, str(error), place, "".join(trace).rstrip())
+
+
+def _is_own(file: str) -> bool:
+    return not file.startswith(_OF_OTHERS)
 
 
 class TooSlow(ValueError):

@@ -53,6 +53,8 @@ class Item:
     prompt: Prompt
     hides_its_row: bool = False
     """Most prompts of the task are equal, so items differ in their rows."""
+    place: str = "a row"
+    """Names the row in messages: `training row 8 of my.jsonl`."""
 
     @cached_property
     def key(self) -> str:
@@ -128,19 +130,21 @@ def evaluation_items(task: Task) -> list[Item]:
 def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
     found: list[Item] = []
     wrong: list[str] = []
+    options = task.options
+    data = (kind == "evaluation" and options.eval_data) or options.data
+    source = f" of {data}" if data else ""
     for number, row in enumerate(rows, start=1):
         try:
             prompt = task.prompt(row)
             if isinstance(prompt, str) and task.is_conversation:
                 raise ValueError("a conversation needs messages as its prompt, not a text")
-            found.append(Item(task, row, prompt))
+            found.append(Item(task, row, prompt, place=f"{kind} row {number}{source}"))
         except KeyError as error:
             wrong.append(f"row {number}: no column {error}")
         except ValueError as error:
             wrong.append(f"row {number}: {error}")
     if wrong:
         listed = "\n".join(wrong[:_MAX_PROBLEMS_LISTED])
-        source = f" of {task.options.data}" if task.options.data else ""
         raise DataUnusable(
             f"task {task.name}: {len(wrong)} of {len(wrong) + len(found)} {kind} rows{source} "
             f"cannot be used:\n{listed}"

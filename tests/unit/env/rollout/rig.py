@@ -15,7 +15,7 @@ from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
 from grpo_env.rollout.teacher import Teacher
 from grpo_env.tasks import Task
-from grpo_env.tasks.items import Item
+from grpo_env.tasks.items import Item, all_items
 from tests.support.canned import inference_routes
 from tests.support.http_stub import Route, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
@@ -31,9 +31,7 @@ PLAN = SamplingPlan(
 
 
 def item_of(task: Task) -> Item:
-    rows = task.rows("train")
-    assert rows
-    return Item(task, rows[0], task.prompt(rows[0]))
+    return all_items(task)[0]
 
 
 @asynccontextmanager

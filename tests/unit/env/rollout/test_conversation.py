@@ -138,7 +138,10 @@ async def test_a_full_context_ends_the_conversation_with_what_was_said(sample: A
 async def test_a_step_that_fails_is_a_failed_rollout(sample: Any) -> None:
     outcome, _ = await sample(scripted("3"), Talk(lambda _state, _message: {}["x"]), PLAN)
     found = lost(outcome)
-    assert (found.reason, found.detail) == (FailureReason.FAILED_ROLLOUT, "KeyError: 'x'")
+    assert (found.reason, found.detail) == (
+        FailureReason.FAILED_ROLLOUT,
+        "training row 1: KeyError: 'x'",
+    )
 
 
 def starting_again(state: State, _message: Answer) -> list[Message] | None:

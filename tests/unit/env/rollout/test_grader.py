@@ -32,7 +32,7 @@ from grpo_env.tasks.tools import CodeStopped, user_loop
 from tests.support.canned import generate_answer
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.feeding import Rewarded
-from tests.unit.env.rollout.rig import lost, sample
+from tests.unit.env.rollout.rig import item_of, lost, sample
 
 
 async def grade(
@@ -56,7 +56,7 @@ async def grades(
     deadline_s: float = DEADLINE_S,
 ) -> list[Grade | Ungraded]:
     with TaskCode(deadline_s) as code:
-        return await Grader(weights or {}, code).grade_all(task, answers, {})
+        return await Grader(weights or {}, code).grade_all(item_of(task), answers)
 
 
 async def test_the_score_is_the_weighted_sum_of_the_parts() -> None:
@@ -186,10 +186,13 @@ async def test_an_exception_quarantines_the_group_and_is_shown_once() -> None:
             assert isinstance(await grade_by(reward, answer=Answer("7")), Grade)
 
     assert lost(outcome).reason is FailureReason.QUARANTINED_REWARD
-    assert lost(outcome).detail == "completion 1: KeyError: 'solution'"
+    assert lost(outcome).detail == "training row 1: completion 1: KeyError: 'solution'"
     assert [g.score for g in outcome.grades] == [1.0]
     [shown] = [line for line in logs if line["event"] == "reward.failed"]
-    assert 'raise KeyError("solution")' in shown["traceback"]
+    assert shown["row"] == "training row 1"
+    assert shown["at"].startswith(f"{__file__}:")
+    assert shown["at"].endswith(': raise KeyError("solution")')
+    assert "/grpo_env/" not in shown["exception"]
 
 
 async def test_rewards_of_a_group_run_side_by_side_and_hold_up_no_other_group() -> None:
@@ -202,9 +205,10 @@ async def test_rewards_of_a_group_run_side_by_side_and_hold_up_no_other_group() 
     with TaskCode(DEADLINE_S) as code:
         grader = Grader({}, code)
         waiting = asyncio.create_task(
-            grader.grade_all(Rewarded(slow), [Answer("a"), Answer("b")], {})
+            grader.grade_all(item_of(Rewarded(slow)), [Answer("a"), Answer("b")])
         )
-        [quick] = await grader.grade_all(Rewarded(lambda _a, _r: 0.5), [Answer("c")], {})
+        other = item_of(Rewarded(lambda _a, _r: 0.5))
+        [quick] = await grader.grade_all(other, [Answer("c")])
         assert quick == Grade(0.5, {"reward": 0.5})
         assert not waiting.done()
         await asyncio.to_thread(together.wait)
