@@ -60,7 +60,7 @@ from grpo_runs.services import (
 from grpo_runs.settings.run import RunSettings
 from grpo_runs.views import Places
 from grpo_runs.watch.beside import page_beside
-from grpo_runs.watch.logs import DROPPED, ServiceLogs
+from grpo_runs.watch.logs import ServiceLogs
 from grpo_runs.watch.news import ServiceNews
 
 FOLLOW_POLL_S = 0.2
@@ -113,8 +113,10 @@ def run_demo(settings: RunSettings, screen: Screen) -> int:
         except GrpoError as error:
             status = screen.failed(error)
         else:
-            return 0
-        screen.advice(_after_a_failure(run, news.logs))
+            status = 0
+        news.repeat()
+        if status:
+            screen.advice(_after_a_failure(run, news.logs))
         return status
 
 
@@ -126,8 +128,8 @@ def command_typed() -> str:
 
 def _after_a_failure(run: RunDirectory, logs: ServiceLogs) -> list[str]:
     logs.read_new()
-    lines = [f"groups: {groups_text(logs.groups)}"] if logs.groups[DROPPED] else []
-    lines += [f"warnings: {warnings_text(logs.counts)}"] if logs.counts else []
+    lines = [f"groups: {groups}"] if (groups := groups_text(logs.groups)) else []
+    lines += [f"warnings: {warnings_text(logs.warnings.counts)}"] if logs.warnings else []
     lines.append(f"logs of all services: {run.logs}")
     saved, taken = run.newest_checkpoint_step(), len(GrowingFile(run.metrics).new_lines())
     if saved:
@@ -151,7 +153,8 @@ def _train(
     records: list[StepRecord] = []
     if settings.resumed:  # the steps after the newest checkpoint are repeated
         records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
-    screen.lines(opening_lines(settings, run, len(records)))
+    done = len(records)
+    screen.lines(opening_lines(settings, run, done))
     evaluations.read_new()  # those of the run that is resumed
 
     def watch(pids: Mapping[str, int]) -> None:
@@ -169,7 +172,7 @@ def _train(
             names = [factory.environment_name(task) for task in settings.task]
             notices.watch(places.run_api_url)
             processes.found_run_api(places.run_api_url)
-            if settings.evaluates_every and not records:
+            if settings.evaluates_every and not done:
                 screen.line("evaluating the policy before the first step (--eval-every 0: never)")
             started = time.monotonic()
             with screen.waiting(news.waited_for):
@@ -179,7 +182,7 @@ def _train(
                     settings.sizes,
                     settings.weight_mode,
                     screen,
-                    len(records),
+                    done,
                     evaluations,
                     names,
                     partial(_keep_settings, settings, run),
@@ -191,7 +194,7 @@ def _train(
                 show_evaluations(evaluations, screen)
             with VersionLog(places.redis_url, places.run_id, REDIS_DEADLINE_S) as versions:
                 servers = versions.servers_for_report()
-            return Trained(records, seconds, servers, stack.lost(), news.logs)
+            return Trained(records, done, seconds, servers, stack.lost(), news.logs)
         except StopRequested:
             with screen.activity("finishing the step and saving it; Ctrl-C again stops at once"):
                 stack.stop_in_time("trainer", SAVE_GRACE_S)

@@ -101,6 +101,7 @@ def start_together(settings: RunSettings, screen: Screen) -> int:
         except GrpoError as error:
             return screen.failed(error)
         news.look()
+        news.repeat()
         return code if code >= 0 else 128 - code
 
 

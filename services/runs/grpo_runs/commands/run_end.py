@@ -24,10 +24,11 @@ from grpo_runs.watch.logs import ServiceLogs
 
 @dataclass(frozen=True)
 class Trained:
-    """Args: servers: those at the end; ended: signal or status of services that ended early; logs:
-    read since the start"""
+    """Args: resumed_after: as of `Summary`; servers: those at the end; ended: signal or status of
+    services that ended early; logs: read since the start"""
 
     records: list[StepRecord]
+    resumed_after: int
     seconds: float
     servers: Sequence[ServerStatus]
     ended: Mapping[str, str]
@@ -45,13 +46,13 @@ def facts_of(
     return RunFacts(
         mode=settings.mode,
         seed=settings.seed,
-        summary=summarise(trained.records, seconds, trained.seconds),
+        summary=summarise(trained.records, seconds, trained.seconds, trained.resumed_after),
         benchmark=read_record(BenchmarkFacts, benchmark) if benchmark.exists() else None,
         servers=tuple(one for one in trained.servers if one.name not in trained.ended),
         ended_servers=trained.ended,
         peak_bytes=peak,
         groups=trained.logs.groups,
-        warnings=trained.logs.counts,
+        warnings=trained.logs.warnings.counts,
     )
 
 
@@ -78,7 +79,7 @@ def report_run(
         with screen.activity("writing the page with the rollouts"):
             from grpo_runs.report.page import write_report
 
-            write_report(run, logs=trained.logs)
+            write_report(run, logs=trained.logs, logs_after=trained.resumed_after)
     screen.line("")
     lifts = [lift_text(*lift) for lift in evaluations.lifts()]
     screen.lines(summary_lines(facts, lifts), "bold")

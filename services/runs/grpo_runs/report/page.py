@@ -25,12 +25,15 @@ class NothingToReport(GrpoError):
 
 
 def write_report(
-    run: RunDirectory, output: Path | None = None, logs: ServiceLogs | None = None
+    run: RunDirectory,
+    output: Path | None = None,
+    logs: ServiceLogs | None = None,
+    logs_after: int = 0,
 ) -> Path:
     """Write the page to `output`, by default `report.html` of the run; returns its path. The run
     may still be training.
 
-    Args: logs: of the run, if they were read
+    Args: logs: of the run, if they were read; logs_after: the step after which these begin
 
     Raises:
         NothingToReport: the run has neither metrics nor rollouts.
@@ -52,7 +55,8 @@ def write_report(
     texts = token_texts(rollouts)
     logs = logs or ServiceLogs(run.logs)
     logs.read_new()
-    told = warnings_text(logs.counts)
+    told = warnings_text(logs.warnings.counts)
+    warnings = f"Warnings after step {logs_after}" if logs_after else "Warnings"
     path = output or run.report
     write_page(
         path,
@@ -60,7 +64,7 @@ def write_report(
         () if rollouts is None else read_steps(rollouts),
         curves | evaluations.curves | pool_curves(run.curricula),
         texts,
-        facts_of(run, config, curves, evaluations) | ({"Warnings": told} if told else {}),
+        facts_of(run, config, curves, evaluations) | ({warnings: told} if told else {}),
         intervals=evaluations.intervals,
         special=texts.special if texts else (),
     )

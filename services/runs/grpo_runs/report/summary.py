@@ -19,14 +19,18 @@ from grpo_runs.process.stack import MIB
 from grpo_runs.report.steps import MetricsFile, StepRecord
 from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER, RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.watch.logs import DROPPED, SENT
+from grpo_runs.watch.logs import DROPPED, LOST, SENT
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Averages over the steps of a run. `tenth_steps`: number of steps in a tenth of the run."""
+    """Averages over the steps of a run. `tenth_steps`: number of steps in a tenth of the run.
+
+    resumed_after: the step after which this command resumed the run. Steps and rewards are those of
+        the whole run, everything else counts from there.
+    """
 
     steps: int
     tenth_steps: int
@@ -40,6 +44,7 @@ class Summary:
     compute_s: float
     sync_s: float
     step_s: float
+    resumed_after: int = 0
     late_publications: int = 0
     """For which a step did not wait until all servers served them."""
     servers_left: int = 0
@@ -55,10 +60,12 @@ def tenth_of(steps: int) -> int:
     return max(1, steps // 10)
 
 
-def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) -> Summary:
-    """Needs at least one record."""
-    tenth = tenth_of(len(records))
-    generations = [r.generation_s for r in records if r.generation_s is not None]
+def summarise(
+    records: Sequence[StepRecord], total_s: float, training_s: float, resumed_after: int = 0
+) -> Summary:
+    """Needs at least one record of a step after `resumed_after`."""
+    tenth, now = tenth_of(len(records)), records[resumed_after:]
+    generations = [r.generation_s for r in now if r.generation_s is not None]
     return Summary(
         steps=len(records),
         tenth_steps=tenth,
@@ -67,14 +74,15 @@ def summarise(records: Sequence[StepRecord], total_s: float, training_s: float) 
         total_s=total_s,
         training_s=training_s,
         generation_s=fmean(generations) if generations else None,
-        fetch_s=fmean(record.fetch_s for record in records),
-        compute_s=fmean(record.compute_s for record in records),
-        sync_s=fmean(record.sync_s for record in records),
-        step_s=fmean(record.step_s for record in records),
-        late_publications=sum(record.is_late for record in records),
-        servers_left=sum(record.servers_left for record in records),
-        repeated_announcements=sum(record.repeated_announcements for record in records),
-        unanswered_checks=sum(record.unanswered_checks for record in records),
+        fetch_s=fmean(record.fetch_s for record in now),
+        compute_s=fmean(record.compute_s for record in now),
+        sync_s=fmean(record.sync_s for record in now),
+        step_s=fmean(record.step_s for record in now),
+        resumed_after=resumed_after,
+        late_publications=sum(record.is_late for record in now),
+        servers_left=sum(record.servers_left for record in now),
+        repeated_announcements=sum(record.repeated_announcements for record in now),
+        unanswered_checks=sum(record.unanswered_checks for record in now),
     )
 
 
@@ -177,9 +185,13 @@ def counted(number: int, what: str) -> str:
 
 
 def groups_text(groups: Mapping[str, int]) -> str:
-    sent, dropped = groups[SENT], groups[DROPPED]
-    share = dropped / (sent + dropped)
-    return f"{sent} submitted; {dropped} dropped, all scores equal ({100 * share:.0f} %)"
+    """Empty if all were submitted."""
+    sent, dropped, lost = groups.get(SENT, 0), groups.get(DROPPED, 0), groups.get(LOST, 0)
+    if not dropped + lost:
+        return ""
+    share = dropped / (sent + dropped + lost)
+    told = f"{sent} submitted; {dropped} dropped, all scores equal ({100 * share:.0f} %)"
+    return f"{told}; {lost} lost" if lost else told
 
 
 def warnings_text(warnings: Mapping[str, int]) -> str:
@@ -200,20 +212,21 @@ def read_record(kind: type[Model], path: Path) -> Model:
 
 def summary_lines(facts: RunFacts, lifts: Sequence[str] = ()) -> list[str]:
     """Args: lifts: of each task on held-out items"""
-    summary = facts.summary
+    summary, after = facts.summary, facts.summary.resumed_after
     steps = "step" if summary.tenth_steps == 1 else f"{summary.tenth_steps} steps"
     return _table(
         {
             "reward": f"{summary.first_reward:.3f} in the first {steps}, "
             f"{summary.last_reward:.3f} in the last {steps} (mean)",
             **({"held out": "; ".join(lifts)} if lifts else {}),
+            **({"resumed": f"after step {after}; what follows counts from there"} if after else {}),
             "time": f"{summary.training_s:.1f} s of training, "
             f"{summary.total_s:.1f} s with start and stop",
             "per step": f"{summary.step_s:.2f} s: wait {summary.fetch_s:.2f}, "
             f"train {summary.compute_s:.2f}, publish {summary.sync_s:.2f} (mean)",
             "weights": facts.publication,
             **({"servers": facts.serving} if facts.serving else {}),
-            **({"groups": groups_text(facts.groups)} if facts.groups.get(DROPPED) else {}),
+            **({"groups": groups} if (groups := groups_text(facts.groups)) else {}),
             **({"warnings": warnings_text(facts.warnings)} if facts.warnings else {}),
         }
     )

@@ -16,17 +16,20 @@ FIRST_READ_BYTES = 2**20
 """Of a log that is longer when it is first read, the end."""
 LONGEST_TEXT = 1000  # characters
 COUNTED = "groups.counted"
-SENT, DROPPED = "groups_sent", "equal_scores"
+SENT, DROPPED, LOST = "groups_sent", "equal_scores", "lost"
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
 """As `grpo_core.logs` writes an event: time in UTC, level, name, fields."""
 _SERVICE = re.compile(r" ?\bservice=\S+")
 _OF_SEVERAL = ("check.failed", "metric.out_of_range")
 """Events that tell of several things. Each is counted for itself."""
+_SPOIL_A_RUN = ("loss.sign", "rewards.all_equal")
 _SUBJECT = re.compile(r"\b(?:check|metric)=(\S+)")
 _LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
 _IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
 _EVALUATED = re.compile(r"evaluated=(\d+)/(\d+)")
 _FOR_BATCH = re.compile("for_batch='([^']*)'")
+_FAILURES = re.compile(r"failures=\{(.*?)\}")
+_COUNT = re.compile(r"'(\w+)': (\d+)")
 _NUMBERS = re.compile(r"\b(dropped_share|groups_sent|equal_scores)'?[=:] ?(\d+(?:\.\d+)?)")
 
 
@@ -73,27 +76,40 @@ class Sampling:
         return self.time >= began - 1  # logs have whole seconds
 
 
+class Warnings(dict[str, Warned]):
+    """By service and event, and for some also by subject: `trainer check.failed stale`."""
+
+    def add(self, one: Warned) -> None:
+        subjects = _SUBJECT.findall(one.text)[:1] if one.event in _OF_SEVERAL else []
+        name = " ".join(filter(None, [one.service, one.event, *subjects]))
+        self[name] = replace(one, count=self[name].count + 1) if name in self else one
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each service warned of what: `{"trainer loss.sign": 1}`."""
+        return {name: one.count for name, one in self.items()}
+
+    @property
+    def repeated(self) -> list[str]:
+        """Those that the end of a run repeats: what was trained is of no use."""
+        return [f"{name}: {one.text}" for name, one in self.items() if one.event in _SPOIL_A_RUN]
+
+
 class ServiceLogs:
     """Follows the logs of a run's directory. Args: directory: it may not exist yet"""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[Path, FollowedFile] = {}
-        self.warnings: dict[str, Warned] = {}
-        """By service and event, and for some also by subject: `trainer check.failed stale`."""
+        self.warnings = Warnings()
         self.sampling: dict[str, Sampling] = {}
         """By name of the environment."""
 
     @property
-    def counts(self) -> dict[str, int]:
-        """How often each service warned of what: `{"trainer loss.sign": 1}`."""
-        return {name: one.count for name, one in self.warnings.items()}
-
-    @property
     def groups(self) -> dict[str, int]:
-        """Of all environments: `groups_sent`, and `equal_scores`, those dropped."""
+        """Of all environments: `groups_sent`, `equal_scores`, those dropped, and `lost`."""
         told = [one.numbers for one in self.sampling.values()]
-        return {name: sum(int(one.get(name, 0)) for one in told) for name in (SENT, DROPPED)}
+        return {name: sum(int(one.get(name, 0)) for one in told) for name in (SENT, DROPPED, LOST)}
 
     def read_new(self) -> None:
         """Never raises: a log that cannot be read has no lines."""
@@ -103,10 +119,7 @@ class ServiceLogs:
             lines = (line.decode(errors="replace").rstrip("\n") for line in file.read())
             found += self._of(path.stem, lines)
         for one in sorted(found, key=lambda one: one.time):
-            subjects = _SUBJECT.findall(one.text)[:1] if one.event in _OF_SEVERAL else []
-            name = " ".join([one.service, one.event, *subjects])
-            before = self.warnings[name].count if name in self.warnings else 0
-            self.warnings[name] = replace(one, count=before + 1)
+            self.warnings.add(one)
 
     def _of(self, service: str, lines: Iterable[str]) -> Iterator[Warned]:
         for line in lines:
@@ -122,6 +135,8 @@ class ServiceLogs:
                 evaluation = f"{done[1]} of {done[2]} items" if done else ""
                 for_batch = "".join(_FOR_BATCH.findall(text))
                 numbers = {name: float(value) for name, value in _NUMBERS.findall(text)}
+                failures = _COUNT.findall("".join(_FAILURES.findall(text)))
+                numbers[LOST] = sum(int(lost) for reason, lost in failures if reason != DROPPED)
                 groups = int(count[1])
                 self.sampling[service] = Sampling(time, groups, evaluation, for_batch, numbers)
             if level is not None:

@@ -31,7 +31,8 @@ class ServiceNews:
         self._polls = itertools.count()
         self.logs = ServiceLogs(logs)
         self.logs.read_new()
-        self.logs.warnings.clear()  # those of the run before a resume
+        self.logs.warnings.clear()  # those of the run before a resume, and what it counted
+        self.logs.sampling.clear()
         self._told: set[str] = set()
         self._pids: Mapping[str, int] = {}
         self._began = time.time()
@@ -50,6 +51,11 @@ class ServiceNews:
             if name not in self._told and one.service != self._shown and "." in one.event:
                 self._screen.warning(f"{name}: {one.text}")
             self._told.add(name)
+
+    def repeat(self) -> None:
+        """Show again what spoils a run, at its end."""
+        for text in self.logs.warnings.repeated:
+            self._screen.warning(text)
 
     def waited_for(self) -> str:
         """What the trainer and the environments do now."""

@@ -143,15 +143,15 @@ def test_crashes_of_the_engine_are_counted(finished: Finished) -> None:
 
 
 def test_a_warning_of_a_service_is_shown_once_and_counted_at_the_end(finished: Finished) -> None:
-    assert finished.err == "warning: trainer loss.sign: hint=minus\n"
+    assert finished.err == 2 * "warning: trainer loss.sign: hint=minus\n", "the end repeats it"
     assert "warnings: trainer loss.sign (2 times)" in finished.out.splitlines()
     assert read_record(RunFacts, finished.run.summary).warnings == {"trainer loss.sign": 2}
     content = data_of(finished.run.report)["content"]
     assert ["Warnings", "trainer loss.sign (2 times)"] in content["facts"]
 
 
-def test_the_summary_counts_dropped_groups(finished: Finished) -> None:
-    line = "groups:   4 submitted; 204 dropped, all scores equal (98 %)"
+def test_the_summary_counts_dropped_and_lost_groups(finished: Finished) -> None:
+    line = "groups:   4 submitted; 204 dropped, all scores equal (98 %); 1 lost"
     assert line in finished.out.splitlines()
 
 
@@ -232,7 +232,8 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
         assert shown == "warning: trainer loss.sign: hint=minus"
         assert told == [
             "stopped by SIGTERM; every process of this run has ended",
-            "groups: 4 submitted; 204 dropped, all scores equal (98 %)",
+            shown,
+            "groups: 4 submitted; 204 dropped, all scores equal (98 %); 1 lost",
             "warnings: trainer loss.sign (2 times)",
             "logs of all services: run/logs",
         ]

@@ -18,7 +18,7 @@ from grpo_runs.report.steps import (
     step_line,
     trim_records,
 )
-from grpo_runs.report.summary import summarise
+from grpo_runs.report.summary import RunFacts, summarise, summary_lines
 from tests.unit.runs.records import metrics_line, record
 from tests.unit.runs.stand_ins import Shown
 
@@ -100,6 +100,16 @@ def test_summary_by_hand() -> None:
     assert summary.first_reward == pytest.approx(0.25)
     assert summary.last_reward == pytest.approx(3.85)
     assert summary.fetch_s == pytest.approx(0.5)
+
+
+def test_the_summary_of_a_resumed_run_separates_the_parts() -> None:
+    records = [record(step, **{"train/data_fetch_time": 9 * (step <= 10)}) for step in range(1, 21)]
+    summary = summarise(records, total_s=100.0, training_s=60.0, resumed_after=10)
+    assert (summary.steps, summary.fetch_s) == (20, 0.0)
+    assert (summary.first_reward, summary.last_reward) == pytest.approx((0.15, 1.95))
+    facts = RunFacts(mode="none", seed=0, summary=summary, benchmark=None, peak_bytes={})
+    names = [line.split(":")[0] for line in summary_lines(facts)]
+    assert names == ["reward", "resumed", "time", "per step", "weights"]
 
 
 @pytest.mark.parametrize(
