@@ -198,7 +198,6 @@ ALERTS: tuple[Alert, ...] = (
         "dropped_share",
         _until_the_end(_largest("grpo_environment_dropped_share")),
         MOST_DROPPED,
-        hold_s=15,
     ),
     Alert(
         "staleness-high",

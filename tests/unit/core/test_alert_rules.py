@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
         "31m",
     ),
     "no-checkpoint": ({"run_api_oldest_lease_age_seconds": "0+60x200"}, "120m", "121m"),
-    "groups-dropped": (RUNS | {"grpo_environment_dropped_share": "0.9x9 0.91x190"}, "10m", "11m"),
+    "groups-dropped": (RUNS | {"grpo_environment_dropped_share": "0.9x9 0.91x190"}, "9m", "10m"),
     "staleness-high": ({"grpo_trainer_staleness_mean": "1x9 4.5x190"}, "14m", "15m"),
     "no-environment": (RUNS | {"run_api_environments_alive": "1x9 0x190"}, "11m", "12m"),
     "server-gone": (RUNS | {"run_api_servers": "3x9 2x190"}, "10m", "11m"),
