@@ -248,8 +248,8 @@ class ServerStanding:
                 "server.failed",
                 url=self.url,
                 reason=self.reason,
-                hint="it gets requests again once it is healthy; check the server and "
-                "--inference-url",
+                hint="it gets requests again once it is healthy. If it does not come back: its log "
+                "tells why; start it again at this URL, or leave the URL out of --inference-url",
             )
         else:
             log.info("server.unresponsive", url=self.url, reason=self.reason)
