@@ -268,6 +268,8 @@ def _problem_of_loss(own: Callable[..., Any], objective: Objective) -> str:
         log.warning(
             "loss.sign",
             reason="--loss makes all tokens of a completion with a positive advantage less likely",
-            hint="a loss is minimised: it is minus the sum of weight times ratio times advantage",
+            hint="a loss is minimised: it is minus the sum of weight times ratio times advantage. "
+            "Correct it, then train anew from the base model, or from a checkpoint from before "
+            "this loss: to resume a later one keeps what this loss has spoiled",
         )
     return ""
