@@ -86,6 +86,7 @@ _SEARCHED_LINES = 400
 _SHOWN_CHARACTERS = 240
 """Of a line. The record of a training step has thousands."""
 _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b(?!,)|: error: ")
+_NO_ERROR = re.compile(r"\[(debug|info) *\]|\b(DEBUG|INFO)(:| \d)")
 _OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -208,11 +209,13 @@ class ManagedProcess:
         return self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
 
     def log_tail(self, lines: int = 15) -> str:
-        """The last log lines that are marked as errors; without any, the last lines, cut short."""
+        """The last log lines that are marked as errors; without any, the last line and those before
+        it that tell more than the progress, such as a traceback, cut short."""
         written = self.log_text().splitlines()
         # An interpreter may print more lines at exit than the error itself has.
         errors = [line for line in written[-_SEARCHED_LINES:] if _MARKED_AS_ERROR.search(line)]
-        shown = errors or [line[:_SHOWN_CHARACTERS] for line in written]
+        telling = [line for line in written[:-1] if not _NO_ERROR.search(line)] + written[-1:]
+        shown = errors or [line[:_SHOWN_CHARACTERS] for line in telling]
         return "\n".join(shown[-lines:])
 
 

@@ -296,6 +296,19 @@ def test_the_end_of_a_log_begins_with_its_errors(tmp_path: Path) -> None:
     assert process.log_tail().splitlines() == [*lines[1:]]
 
 
+def test_the_end_of_a_log_without_marked_errors_is_not_its_progress(tmp_path: Path) -> None:
+    progress = (
+        "INFO:     started",
+        "(Engine pid=1) INFO 11-29 12:03:34 b",
+        "x [info   ] y",
+    )
+    lines = ("Traceback (most recent call last):", *progress, "OSError: disk full", *progress)
+    process = ManagedProcess("it", ["printf", r"%s\n", *lines], tmp_path / "it.log")
+    assert process.wait(FOREVER_S) == 0
+    process.kill()
+    assert process.log_tail().splitlines() == [lines[0], "OSError: disk full", progress[-1]]
+
+
 ELSEWHERE = """
 import sys
 from pathlib import Path
