@@ -1,5 +1,5 @@
 """All commands: `--help`, `--version`, `--config`, `--dry-run`; the commands of the pages
-docs/how-to/mode-*.md parse as they stand."""
+docs/how-to/modes.md parse as they stand."""
 
 from __future__ import annotations
 
@@ -198,8 +198,9 @@ BY_NAME: dict[str, type[CommandSettings]] = {
 
 def commands(mode: str) -> list[list[str]]:
     """The blocks of code that begin with a command, in the order of the page's terminals."""
-    page = (PAGES / f"mode-{mode.replace('_', '-')}.md").read_text()
-    blocks = re.findall(r"(?s)```bash\n(.*?)```", page)
+    first, *others = (PAGES / "modes.md").read_text().split("\n## ")
+    (own,) = [section for section in others if section.startswith(f"{mode}\n")]
+    blocks = re.findall(r"(?s)```bash\n(.*?)```", first + own)
     lines = [shlex.split(block.replace("$MODEL", "my-model")) for block in blocks]
     return [line for line in lines if line[0] in BY_NAME]
 
@@ -208,7 +209,7 @@ def commands(mode: str) -> list[list[str]]:
 def test_every_command_of_a_mode_parses_and_the_trainer_comes_last(mode: str) -> None:
     lines = commands(mode)
     server = [] if mode in ("lora_restart", "none") else ["vllm-api-server"]  # grpo starts it
-    assert [line[0] for line in lines] == ["run-api", *server, "env-server", "grpo"]
+    assert [line[0] for line in lines] == ["run-api", "env-server", *server, "grpo"]
     for name, *words in lines:
         settings = load_settings(BY_NAME[name], words, {})
     assert isinstance(settings, CommandLine)
