@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 import structlog
 from pydantic import Field
 
+from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, Mistake, Shown, load_settings
@@ -55,6 +56,7 @@ class _Arguments(CommandSettings):
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = load_settings(_Arguments, sys.argv[1:] if argv is None else argv)
     configure_logging("tiny-model")
+    prepare_cpu()  # before torch is imported
     try:
         directory = _ensure_model(arguments)
     except GrpoError as error:

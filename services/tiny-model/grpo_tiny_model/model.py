@@ -139,6 +139,7 @@ def teach_sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recip
         optimizer.zero_grad(set_to_none=True)
         if step % recipe.eval_every_steps == 0:
             accuracy = expected_accuracy(model, inputs, labels)
+            log.info("model.taught", step=step, accuracy=round(accuracy, 3))
             if accuracy >= recipe.target_accuracy:
                 break
     return accuracy

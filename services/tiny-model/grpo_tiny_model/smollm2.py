@@ -48,6 +48,7 @@ def _convert(staging: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    log.info("model.converting", file=str(source / GGUF_FILE))
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
     facts = read.config.to_dict()

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from statistics import mean
 from typing import TYPE_CHECKING
 
+import structlog
+
 from grpo_tiny_model.model import (
     BOS,
     EOS,
@@ -29,6 +31,8 @@ from grpo_tiny_model.recipe import Lessons, Recipe
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+log = structlog.get_logger()
 
 _Turns = list[tuple[str, bool]]
 """Parts of a conversation; True: the model says it."""
@@ -68,6 +72,7 @@ def teach_tool_use(
         learner.learn(*_rows(tokenizer, _conversations(tokenizer, lessons, drawn)))
         if step % recipe.eval_every_steps == 0:
             accuracy = calling_accuracy(model, *examples)
+            log.info("model.taught", lesson="calling", step=step, accuracy=round(accuracy, 3))
             if accuracy >= recipe.target_accuracy:
                 break
     return accuracy
@@ -127,15 +132,18 @@ def _teach_copying(
     """Train on random strings that are repeated twice."""
     import torch
 
-    recent: deque[float] = deque(maxlen=20)
-    for _ in range(lessons.max_copy_steps):
+    averaged = 20
+    recent: deque[float] = deque(maxlen=averaged)
+    for step in range(1, lessons.max_copy_steps + 1):
         length = drawn.randint(*lessons.string_lengths)
         strings = ["".join(drawn.choices(SYMBOLS, k=length)) for _ in range(lessons.copy_rows)]
         rows = torch.tensor([tokenizer.encode(BOS + 3 * string) for string in strings])
         labels = rows.clone()
         labels[:, : length + 1] = IGNORE_INDEX
         recent.append(learner.learn(rows, labels))
-        if len(recent) == recent.maxlen and mean(recent) < lessons.copy_loss:
+        if step % averaged == 0:
+            log.info("model.taught", lesson="copying", step=step, loss=round(mean(recent), 3))
+        if len(recent) == averaged and mean(recent) < lessons.copy_loss:
             break
 
 
