@@ -161,8 +161,10 @@ class ManagedProcess:
             time.sleep(_EXIT_POLL_S)
         return code
 
-    def wait_until(self, healthy: Callable[[], bool], deadline_s: float) -> float:
+    def wait_until(self, healthy: Callable[[], bool], deadline_s: float, option: str = "") -> float:
         """Poll `healthy` until it is true; returns the seconds it took.
+
+        Args: option: that sets the deadline, for the user
 
         Raises:
             ProcessFailed: the process ended first, or the deadline passed.
@@ -179,8 +181,9 @@ class ManagedProcess:
                     f"see {self.log_path}\n{self.log_tail()}"
                 )
             if time.monotonic() - started > deadline_s:
+                advice = f"; if it only needs more time, raise {option}" if option else ""
                 raise ProcessFailed(
-                    f"{self.name} is not healthy after {deadline_s:g} s; see "
+                    f"{self.name} is not healthy after {deadline_s:g} s{advice}; see "
                     f"{self.log_path}\n{self.log_tail()}"
                 )
             time.sleep(_HEALTH_POLL_S)
@@ -216,7 +219,11 @@ class ManagedProcess:
         errors = [line for line in written[-_SEARCHED_LINES:] if _MARKED_AS_ERROR.search(line)]
         telling = [line for line in written[:-1] if not _NO_ERROR.search(line)] + written[-1:]
         shown = errors or [line[:_SHOWN_CHARACTERS] for line in telling]
-        return "\n".join(shown[-lines:])
+        return "\n".join(shown[-lines:]) or "(nothing was logged)"
+
+    def last_line(self) -> str:
+        """The end of its log, cut short."""
+        return (self.log_text().splitlines() or ["nothing yet"])[-1][:_SHOWN_CHARACTERS]
 
 
 def describe_exit(code: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -115,6 +116,7 @@ class ServiceFactory:
             ),
             healthy=lambda: self.probe.answers(url(port)),
             deadline_s=self.settings.sizes.start_deadline_s,
+            deadline_option="--start-deadline-s",
             environment=child_environment(threads=1)
             | places.environment
             | token_variables(self.settings),
@@ -128,6 +130,7 @@ class ServiceFactory:
             command=module(MODULES[SERVER], *_server_words(settings, places, number, free_port())),
             healthy=lambda: self.probe.answers(url(places.server_ports[number])),
             deadline_s=settings.sizes.server_deadline_s,
+            deadline_option="--server-deadline-s",
             environment=child_environment(settings.server_threads, places.model)
             | (NO_COMPILER if settings.starts_eager else {})
             | places.environment
@@ -145,6 +148,7 @@ class ServiceFactory:
             command=module(MODULES[SERVER], *words_of(SERVER, values), *words),
             healthy=lambda: self.probe.answers(url(places.teacher_port)),
             deadline_s=settings.sizes.server_deadline_s,
+            deadline_option="--server-deadline-s",
             environment=child_environment(settings.server_threads, values["model"])
             | (NO_COMPILER if settings.starts_eager else {})
             | {"REDIS_URL": WITHOUT_REDIS}
@@ -160,6 +164,7 @@ class ServiceFactory:
             command=module(MODULES[TRAINER], *words_of(TRAINER, values)),
             healthy=lambda: self.probe.trainer_is_registered(url(api_port)),
             deadline_s=settings.sizes.start_deadline_s,
+            deadline_option="--start-deadline-s",
             environment=child_environment(settings.compute_threads, places.model)
             | places.environment
             | _weights_address(settings, places)
@@ -180,6 +185,7 @@ class ServiceFactory:
             command=module(MODULES[ENVIRONMENT], task, "serve", *words_of(ENVIRONMENT, values)),
             healthy=lambda: self.probe.has_environment(url(api_port), name),
             deadline_s=settings.sizes.start_deadline_s,
+            deadline_option="--start-deadline-s",
             environment=child_environment(1, places.model, offline=is_offline)
             | url_variables(VIEWS[ENVIRONMENT], values)
             | token_variables(settings)
@@ -226,7 +232,7 @@ def _server_words(
     return words_of(SERVER, {"health_port": health_port} | values) + words
 
 
-def model_job(model: str, path_file: Path, threads: int, deadline_s: float) -> Service:
+def model_job(model: str, path_file: Path, threads: int) -> Service:
     """A job that makes a model, and writes the path of its directory into `path_file`.
 
     Args:
@@ -239,7 +245,7 @@ def model_job(model: str, path_file: Path, threads: int, deadline_s: float) -> S
         role=f"makes {named} or finds it in the cache",
         command=module("grpo_tiny_model", *flags, "--path-file", path_file),
         healthy=lambda: False,  # it is done when it has ended
-        deadline_s=deadline_s,
+        deadline_s=math.inf,  # it takes a bounded number of steps, however slow the machine
         environment=child_environment(threads),
         may_finish=True,
     )
@@ -255,16 +261,16 @@ def make_weights_directory(settings: RunSettings, places: Places) -> None:
         places.weights_directory.mkdir(parents=True, exist_ok=True)
 
 
-def make_model(stack: Stack, screen: Screen, model: str, deadline_s: float) -> str:
+def make_model(stack: Stack, screen: Screen, model: str) -> str:
     """The directory of SMOLLM2 or the tiny model.
 
     Raises:
-        ProcessFailed: the model could not be made, or not within the deadline.
+        ProcessFailed: the model could not be made.
         StopRequested: a stop signal arrived.
     """
     with temporary_directory() as temporary:
         path_file = temporary / MODEL_PATH_FILE
-        job = model_job(model, path_file, CPU.cores, deadline_s)
+        job = model_job(model, path_file, CPU.cores)
         start_on_screen(stack, [job], screen)
         return path_file.read_text().strip()
 
@@ -307,6 +313,7 @@ def servers_of(settings: RunSettings, places: Places, probe: HealthProbe) -> lis
             command=module(MODULES[SERVER], *_server_words(settings, places, number)),
             healthy=partial(probe.responds, settings.url_of(port)),
             deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
+            deadline_option="--server-deadline-s",
             environment=UNBUFFERED | threads | places.environment | _keys(settings, "api_key"),
             group=SERVER,
         )

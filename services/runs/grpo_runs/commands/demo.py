@@ -244,8 +244,7 @@ def start_services(
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     path_file, jobs = run.path / MODEL_PATH_FILE, []
     if settings.model in MADE_HERE:
-        threads, within_s = 2 * settings.compute_threads, settings.model_deadline_s
-        jobs = [model_job(settings.model, path_file, threads, within_s)]
+        jobs = [model_job(settings.model, path_file, 2 * settings.compute_threads)]
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
     model = path_file.read_text().strip() if jobs else settings.model
     teacher_port = free_port() if settings.starts_teacher else 0

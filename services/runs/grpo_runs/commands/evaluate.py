@@ -83,7 +83,7 @@ def _with_models_made(
     made: dict[str, str] = {}
     for word in {word for word in words.values() if word in MADE_HERE}:
         with Stack(settings.logs, stop_request) as stack:
-            made[word] = make_model(stack, screen, word, settings.server_deadline_s)
+            made[word] = make_model(stack, screen, word)
     changed = {name: made[word] for name, word in words.items() if word in made}
     return settings.model_copy(update=changed) if changed else settings
 
@@ -144,6 +144,7 @@ def inference_server(
         ),
         healthy=lambda: probe.answers(url(port)),
         deadline_s=settings.server_deadline_s,
+        deadline_option="--server-deadline-s",
         environment=child_environment(settings.compute_threads, model)
         | (NO_COMPILER if settings.starts_eager else {})
         | _variables(settings),

@@ -74,7 +74,7 @@ def start_together(settings: RunSettings, screen: Screen) -> int:
         try:
             model = settings.model
             if model in MADE_HERE:
-                model = make_model(stack, screen, model, settings.model_deadline_s)
+                model = make_model(stack, screen, model)
             places = Places.of_pair(settings, model, weights_socket_path(temporary))
             make_weights_directory(settings, places)
             if settings.may_start_redis:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 MODEL, RESULT = "model", "sft.json"
 """In the directory of --output: the trained model, and what came of the training."""
-MODEL_DEADLINE_S = 300.0
 _INSTALL = "pip install -c requirements/constraints.txt trl"
 LINES_OF_PROGRESS = 10
 
@@ -113,7 +112,7 @@ def _directory_of(settings: SftSettings, run: RunDirectory, screen: Screen) -> s
     if settings.model not in MADE_HERE:
         return settings.model
     with StopRequest() as stop_request, Stack(run.logs, stop_request) as stack:
-        return make_model(stack, screen, settings.model, MODEL_DEADLINE_S)
+        return make_model(stack, screen, settings.model)
 
 
 def _show_one_gpu(device: str) -> None:

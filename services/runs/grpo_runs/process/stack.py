@@ -87,6 +87,9 @@ class Service:
     command: Sequence[str]
     healthy: Callable[[], bool]
     deadline_s: float
+    """From the time when those before it are healthy."""
+    deadline_option: str = ""
+    """What the user passes to change it; empty: there is no such option."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     role: str = ""
     """Its task in a few words, for the user."""
@@ -148,7 +151,7 @@ class Stack:
         ]
         for service, process, started_at in started:
             healthy = partial(self._is_healthy, service, process)
-            process.wait_until(healthy, service.deadline_s)
+            process.wait_until(healthy, service.deadline_s, service.deadline_option)
             ready(service, time.monotonic() - started_at)
 
     def check(self) -> None:
@@ -197,6 +200,11 @@ class Stack:
     def process(self, name: str) -> ManagedProcess:
         return next(process for service, process in self._running if service.name == name)
 
+    def last_line(self, name: str) -> str:
+        """Of its log; empty if the process was not started yet."""
+        running = (process for _, process in self._running if process.name == name)
+        return next((process.last_line() for process in running), "")
+
     def stop_in_time(self, name: str, grace_s: float) -> None:
         """Ask one process to end, and wait until it has. A second stop signal ends the wait."""
         for service, process in self._running:
@@ -227,8 +235,8 @@ class Stack:
             if deadline.has_passed:
                 raise ProcessFailed(
                     f"{service.name} was not started, because other services did not accept "
-                    f"connections within {service.deadline_s:g} s; see the log files in "
-                    f"{self._log_directory}"
+                    f"connections within {service.deadline_s:g} s ({service.deadline_option}); see "
+                    f"the log files in {self._log_directory}"
                 )
             self.sleep(_POLL_S)
         return self._spawn(service)
@@ -274,7 +282,10 @@ def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -
         screen.line(f"  {service.name:<{NAME_WIDTH}} ready after {seconds:5.1f} s: {service.role}")
         names.remove(service.name)
 
-    with screen.activity(f"starting {', '.join(names)}", lambda: f"{names[0]} is not ready"):
+    def waited_for() -> str:
+        return f"{names[0]} is not ready; it logged last: {stack.last_line(names[0])}"
+
+    with screen.activity(f"starting {', '.join(names)}", waited_for):
         stack.start(services, show)
 
 

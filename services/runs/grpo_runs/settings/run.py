@@ -111,7 +111,10 @@ class ServerHere(CommandSettings):
 
 
 OF_FORMER_RELEASES = frozenset(
-    {"fused-step", "head-kernel", "redis-appendfsync", "queue.redis-appendfsync"}
+    {
+        *("fused-step", "head-kernel", "model-deadline-s"),
+        *("redis-appendfsync", "queue.redis-appendfsync"),
+    }
 )
 """Options that run files and the recorded configurations of runs may still have."""
 
@@ -210,9 +213,6 @@ class RunSettings(CommandLine, EnvironmentOptions, ServerSettings, RunApiSetting
         None,
         gt=0,
         description="The run fails if no training step ends within this number of seconds",
-    )
-    model_deadline_s: float = Field(
-        600.0, gt=0, description="Seconds to wait until the tiny model or smollm2 is made"
     )
     server_deadline_s: Annotated[
         float | None, Shown(default="600; pretrained models, and without --task: 1800")

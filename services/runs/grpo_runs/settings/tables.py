@@ -45,7 +45,6 @@ _OWN = {
             "watch",
             "compute_threads",
             "step_deadline_s",
-            "model_deadline_s",
         ),
         *("server_deadline_s", "start_deadline_s", "stop_grace_s", "log_dir"),
         *("on_end", "on_alert", "watch"),

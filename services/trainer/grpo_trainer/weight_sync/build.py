@@ -173,13 +173,14 @@ def _started_server(settings: TrainerSettings, more_flags: str, port: int) -> It
     log.info("server.started", pid=child.pid, log=str(log_path))
     try:
         seconds = child.wait_until(
-            lambda: _serves(settings.inference_url), settings.server_return_deadline_s
+            lambda: _serves(settings.inference_url),
+            settings.server_return_deadline_s,
+            "--server-return-deadline-s",
         )
         log.info("server.ready", seconds=round(seconds, 1))
         yield
     except ProcessFailed as error:
-        advice = "if the server only needs more time, raise --server-return-deadline-s"
-        raise NoInferenceServer(f"{error}\n{advice}") from error
+        raise NoInferenceServer(str(error)) from error
     finally:
         child.stop(END_GRACE_S)
 

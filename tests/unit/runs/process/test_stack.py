@@ -66,7 +66,7 @@ def test_services_start_side_by_side_and_are_ready_in_the_order_given(stack: Sta
     assert ready == ["first", "second"]
 
 
-def test_a_start_tells_the_first_service_that_is_not_ready(stack: Stack) -> None:
+def test_a_start_tells_the_first_service_that_is_not_ready_and_what_it_does(stack: Stack) -> None:
     class Waits(Shown):
         @contextlib.contextmanager
         def waiting(self, waited_for: Callable[[], str]) -> Iterator[None]:
@@ -75,13 +75,15 @@ def test_a_start_tells_the_first_service_that_is_not_ready(stack: Stack) -> None
 
     screen, told = Waits(), []
 
-    def is_healthy() -> bool:
+    def has_logged() -> bool:
         told.append(screen.waited_for())
-        return True
+        return told[-1].endswith("; it logged last: loading")
 
-    services = [script(name, SLEEP, healthy=is_healthy) for name in ("redis", "run-api")]
+    code = f"print('loading', flush=True); {SLEEP}"
+    services = [script(name, code, healthy=has_logged) for name in ("redis", "run-api")]
     start_on_screen(stack, services, screen)
-    assert told == ["redis is not ready", "run-api is not ready"]
+    named = [text.partition(" ")[0] for text in told]
+    assert list(dict.fromkeys(named)) == ["redis", "run-api"]
 
 
 def test_a_service_is_started_once_the_services_it_needs_accept_connections(stack: Stack) -> None:
@@ -123,8 +125,8 @@ DIES = "print(*range(100), sep='\\n'); print('out of luck'); raise SystemExit(3)
             r"it ended with status 3 while starting; see .*it\.log\n(.*\n)*98\n99\nout of luck$",
         ),
         (
-            script("it", SLEEP, healthy=lambda: False, deadline_s=0.2),
-            r"it is not healthy after 0\.2 s; see .*it\.log",
+            script("it", SLEEP, healthy=lambda: False, deadline_s=0.2, deadline_option="--it-s"),
+            r"not healthy after 0\.2 s; if it only needs more time, raise --it-s; see .*\n\(noth",
         ),
         (
             script("it", SLEEP, may_start=lambda: False, deadline_s=0.1),
