@@ -10,6 +10,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -62,8 +63,8 @@ def missing_data(data: str) -> str | None:
 
 @functools.cache
 def missing_on_hub(model: str) -> str | None:
-    """The problem of an id that is neither in the hub's cache nor on the hub. Asks once: the hub's
-    own library would fail after half a minute of retries."""
+    """The problem of an id that is not in the hub's cache and that the hub refuses. Any other
+    answer, or none, is left to the download, which tries several times."""
     from huggingface_hub import constants, get_token, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -82,12 +83,12 @@ def missing_on_hub(model: str) -> str | None:
     except HFValidationError:
         return None  # such as owner/name:Q4_K_M, which vLLM takes apart
     except OSError as error:
-        if getattr(error, "code", 404) in (401, 404):  # others may pass
+        if isinstance(error, HTTPError) and error.code in (401, 404):
             near = difflib.get_close_matches(model, MADE_HERE, n=1)
             hint = f"Did you mean {near[0]}? " if near else ""
             return (
-                f"no directory {model}, and at {constants.ENDPOINT}: {error}. {hint}Check the name "
-                "and the network, or set HF_TOKEN for a private model"
+                f"no directory {model}, and at {constants.ENDPOINT}: {error}. {hint}Check the "
+                "name, or set HF_TOKEN for a private model"
             )
     return None
 
