@@ -110,8 +110,8 @@ def provenance_file(run: Path) -> Path:
     found = next((file for file in places if file.is_file()), None)
     if found is None:
         raise BrokenProvenance(
-            f"{run} contains no {PROVENANCE}; name the directory of a run, or the --save-path of a "
-            "trainer"
+            f"{run} contains no {PROVENANCE}: its trainer took no step that could be "
+            "replayed, or this is neither the directory of a run nor the --save-path of a trainer"
         )
     return found
 

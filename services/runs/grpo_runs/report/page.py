@@ -44,8 +44,10 @@ def write_report(
     """
     metrics, rollouts = metric_curves(run.metrics), run.rollouts
     if not metrics and rollouts is None:
+        dropped = " or ".join(map(str, run.untrained_rollouts.values()))
         raise NothingToReport(
-            f"{run.path} has no {run.metrics.name} and no rollouts; name the directory of a run"
+            f"{run.path} has no {run.metrics.name} and no rollouts that were trained on; name "
+            f"{dropped or 'the directory of a run'}"
         )
     evaluations = Evaluations.read(run.evaluations)
     curves = {

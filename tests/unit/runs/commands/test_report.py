@@ -81,7 +81,8 @@ BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({}, "NothingToReport): {run} has no metrics.jsonl and no rollouts; name the directory"),
+        ({}, "has no metrics.jsonl and no rollouts that were trained on; name the directory of"),
+        ({"untrained/gsm8k/dropped/x": ""}, "trained on; name {run}/untrained/gsm8k/dropped\n"),
         ({"metrics.jsonl": "[]\n"}, "ProtocolViolation): {run}/metrics.jsonl line 1: expected"),
         (
             RUN | {"eval.jsonl": "{}\n"},
@@ -103,7 +104,7 @@ BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
 )
 def test_a_failure_names_the_file(tmp_path: Path, files: dict[str, str], problem: str) -> None:
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     status, screen = reported(tmp_path)
     assert status == 1
