@@ -152,6 +152,14 @@ class Chat:
             self._texts[calls[0]["id"]] = (plain_message(said.message), str(answer))
         return said
 
+    def count(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> int:
+        """Tokens of a request that is not answered. Raises `RequestUnusable`."""
+        with reading():
+            asked = self._asked(messages, tools, {})
+        return self._dialogue.count(asked["messages"], tools)
+
     def fail(self, error: Exception) -> None:
         self.failed = self.failed or error
         self.on_failure()
@@ -284,7 +292,16 @@ def _stop_of(sampling: Mapping[str, Any]) -> tuple[str, ...]:
     return texts
 
 
+def require_functions(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `RequestUnusable` if one is of another type."""
+    if others := sorted({str(tool.get("type", "function")) for tool in tools} - {"function"}):
+        raise RequestUnusable(
+            f"tools of the type {', '.join(others)}: only functions are supported"
+        )
+
+
 def _require_names(tools: Sequence[Mapping[str, Any]]) -> None:
+    require_functions(tools)
     for tool in tools:
         name, description = tool["function"]["name"], tool["function"].get("description") or ""
         if not (name and isinstance(name, str) and isinstance(description, str)):

@@ -1,7 +1,8 @@
 """Serves the APIs of OpenAI and Anthropic to the programs of rollouts: each request reaches the
 policy through the rollout that it names.
 
-It has `POST /v1/chat/completions`, `POST /v1/responses`, `POST /v1/messages` and `GET /v1/models`.
+It has `POST /v1/chat/completions`, `POST /v1/responses`, `POST /v1/messages`, its `/count_tokens`,
+and `GET /v1/models`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class ChatEndpoint:
         )
         app.router.add_post("/v1/responses", self._through(_response, responses_api.READ))
         app.router.add_post("/v1/messages", self._through(_message, messages_api.READ))
+        counted = self._through(_count, messages_api.READ)
+        app.router.add_post("/v1/messages/count_tokens", counted)
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # A rollout that is given up also ends its request to the inference server.
@@ -175,6 +178,10 @@ async def _message(chat: Chat, body: Mapping[str, Any]) -> web.Response:
     if body.get("stream"):
         return _stream(messages_api.events(message))
     return web.json_response(message)
+
+
+async def _count(chat: Chat, body: Mapping[str, Any]) -> web.Response:
+    return web.json_response(messages_api.count(chat, body))
 
 
 def _stream(events: bytes) -> web.Response:

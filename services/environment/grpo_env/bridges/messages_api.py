@@ -29,6 +29,26 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     """A `Message` of the API. Raises `RequestUnusable`, and as `Chat.complete`."""
+    body, messages, tools = _read(chat, body)
+    sampling = {"max_tokens": body.get("max_tokens"), "stop": body.get("stop_sequences")}
+    answer = await chat.complete(messages, tools, sampling)
+    message = _message(answer)
+    if body.get("thread") is not None:
+        whole = {"system": body.get("system"), "tools": body.get("tools")}
+        chat.stored[message["id"]] = {**whole, "messages": [*body["messages"], message]}
+    return message
+
+
+def count(chat: Chat, body: Mapping[str, Any]) -> dict[str, int]:
+    """A `MessageTokensCount` of the API. Raises `RequestUnusable`."""
+    _, messages, tools = _read(chat, body)
+    return {"input_tokens": chat.count(messages, tools)}
+
+
+def _read(
+    chat: Chat, body: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[ChatMessage], Sequence[dict[str, Any]]]:
+    """The whole request, its messages and its tools."""
     if refused := [name for name in _REFUSED if body.get(name)]:
         raise RequestUnusable(f"{', '.join(refused)}: not supported for a rollout; omit it")
     with reading():
@@ -37,13 +57,7 @@ async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
         tools = _tools(body)
     if system := body.get("system"):
         messages.insert(0, {"role": "system", "content": system})
-    sampling = {"max_tokens": body.get("max_tokens"), "stop": body.get("stop_sequences")}
-    answer = await chat.complete(messages, tools, sampling)
-    message = _message(answer)
-    if body.get("thread") is not None:
-        whole = {"system": body.get("system"), "tools": body.get("tools")}
-        chat.stored[message["id"]] = {**whole, "messages": [*body["messages"], message]}
-    return message
+    return body, messages, tools
 
 
 def _continued(chat: Chat, body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, ChatMessage, RequestUnusable, reading
+from grpo_env.bridges.chat import (
+    MODEL,
+    Chat,
+    ChatAnswer,
+    ChatMessage,
+    RequestUnusable,
+    reading,
+    require_functions,
+)
 
 _REFUSED = ("conversation", "prompt", "background")
 """Options that need something stored elsewhere, or a request that goes on without its client."""
@@ -82,10 +90,7 @@ def _call(item: Mapping[str, Any]) -> dict[str, Any]:
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """In the form of the chat completions API."""
     tools = body.get("tools") or ()
-    if hosted := sorted({tool["type"] for tool in tools if tool["type"] != "function"}):
-        raise RequestUnusable(
-            f"tools of the type {', '.join(hosted)}: only functions are supported"
-        )
+    require_functions(tools)
     names = ("name", "description", "parameters")
     return [
         {"type": "function", "function": {name: tool[name] for name in names if tool.get(name)}}

@@ -86,6 +86,9 @@ class RecordedDialogue:
             [completion] = await complete(self._source, prompt_ids, 1, sampling)
         return self._record(turn, completion, limit)
 
+    def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        return len(self._turn(messages, tools).prompt_ids)
+
     def begin_with(
         self,
         prompt: str | Sequence[Message],

@@ -161,6 +161,10 @@ class Dialogue(Protocol):
             ServiceUnavailable: the inference server does not answer.
         """
 
+    def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """The tokens before the answer that `say` would give. Raises as `say`, apart from
+        `ContextFull`."""
+
     def cut_off(self) -> None:
         """The rollout ends because of a limit: its last answer is not finished."""
 

@@ -51,5 +51,8 @@ class ScriptedDialogue:
         )
         return self.last_answer
 
+    def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        return len(messages) + len(tools)
+
     def cut_off(self) -> None:
         self.last_answer.finished = False

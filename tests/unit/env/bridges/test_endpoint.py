@@ -231,6 +231,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
                 ({"stop": {"a": 1}}, "stop: expected texts"),
                 ({"stop": 5}, "stop: expected texts"),
                 ({"tools": [{"type": "function"}]}, "KeyError: 'function'"),
+                ({"tools": [{"type": "custom", "custom": {}}]}, "tools of the type custom: only"),
                 ({"tools": [{"function": {"name": 5}}]}, "tools: expected functions with a name"),
                 ({"tools": [{"function": {"name": "f", "description": 5}}]}, "got 'f' and 5"),
             )

@@ -142,6 +142,17 @@ async def test_an_answer_without_tools_may_be_cut_off_or_empty(
         assert await stream.get_final_text() == ""
 
 
+async def test_the_tokens_of_a_request_are_counted_without_an_answer(
+    endpoint: ChatEndpoint, client: AsyncAnthropic
+) -> None:
+    dialogue, _ = opened(endpoint)
+    asked: Any = {"model": MODEL, "system": "Add.", "messages": [QUESTION], "tools": [TOOL]}
+    assert (await client.messages.count_tokens(**asked)).input_tokens == 3
+    with pytest.raises(anthropic.BadRequestError, match="expected at least one message"):
+        await client.messages.count_tokens(model=MODEL, messages=[])
+    assert dialogue.requests == []
+
+
 async def test_the_key_may_be_in_the_header_of_older_clients(
     endpoint: ChatEndpoint, client: AsyncAnthropic
 ) -> None:

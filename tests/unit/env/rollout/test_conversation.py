@@ -188,7 +188,9 @@ class SelfDriven(Rewarded):
     async def run(self, _row: Row, dialogue: Dialogue) -> Any:
         first = await dialogue.say([QUESTION], max_tokens=5, stop=["."])
         said: Message = {"role": "assistant", "content": str(first)}
+        counted = dialogue.count([QUESTION, said, SURE])
         last = await dialogue.say([QUESTION, said, SURE])
+        assert counted == last.context_tokens
         return {"accuracy": float(last == "8"), "turns": 2.0}
 
 
