@@ -19,7 +19,7 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
 from grpo_trainer.checkpoint import store
-from grpo_trainer.data.batches import BatchSource
+from grpo_trainer.data.batches import BatchSource, TakenBatch
 from grpo_trainer.data.filter import digest
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import shared
@@ -57,7 +57,7 @@ class Stages:
 def hold_at(stages: Stages) -> None:
     """Add a stop before each stage of the step, and one within the writing of the weights."""
     for owner, name, stage in (
-        (TrainerClient, "next_batch", WAITING),
+        (TrainerClient, "poll", WAITING),
         (MasterOptimizer, "step", TRAINING),
         (MasterOptimizer, "write_into_parameters", PAUSED),
         (shared, "require_written", VERIFYING),
@@ -88,9 +88,11 @@ def _in_two_halves(stages: Stages, copy: Callable[..., None]) -> Callable[..., N
     return copying
 
 
-def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
-    def taking(source: Any, position: Any) -> Any:
-        taken = take(source, position)
+def _noting(look: Callable[..., Any]) -> Callable[..., Any]:
+    def looking(source: Any, position: Any) -> Any:
+        taken = look(source, position)
+        if not isinstance(taken, TakenBatch):
+            return taken
         groups = taken.usable
         entry = {
             "step": position.step + 1,
@@ -105,10 +107,10 @@ def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
             journal.write(f"{json.dumps(entry)}\n")
         return taken
 
-    return taking
+    return looking
 
 
 if __name__ == "__main__":
     hold_at(Stages(Path(os.environ[VARIABLE])))
-    BatchSource.take = _noting(BatchSource.take)  # type: ignore[method-assign]
+    BatchSource.look = _noting(BatchSource.look)  # type: ignore[method-assign]
     grpo.main()

@@ -15,14 +15,14 @@ import httpx
 import pytest
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_core.errors import ServiceUnavailable
-from grpo_core.wire.run_api import Registration
+from grpo_core.wire.run_api import EnvironmentCount, Registration
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.store import STATES
 from tests.faults.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER
 from tests.faults.rig import DEADLINE_S, Rig, whole_lines
 from tests.faults.stages import HALF_SAVED, HALF_WRITTEN, WAITING
 from tests.integration.run_api_calls import REGISTRATION
+from tests.support.batches import next_batch
 
 STEPS = 8
 
@@ -97,7 +97,7 @@ def sample_groups(rig: Rig) -> list[ScoredGroup]:
     with rig.held_at(WAITING):  # not during an update, which would tear the weights
         rig.kill(TRAINER)
     with registered(rig) as trainer:
-        batches = [trainer.next_batch(DEADLINE_S) for _ in range(STEPS)]
+        batches = [next_batch(trainer) for _ in range(STEPS)]
     rig.kill(ENVIRONMENT)
     return [group for batch in batches for group in batch.groups]
 
@@ -134,5 +134,5 @@ def test_a_killed_run_ends_as_if_it_had_been_left_alone(emptied: Rig, tmp_path: 
     assert killed.losses() == alone.losses()
     assert killed.weights() == alone.weights()
     assert rig.status().items() >= {"current_step": STEPS, "queue_size": 0}.items()
-    with registered(rig) as trainer, pytest.raises(ServiceUnavailable, match="no batch"):
-        trainer.next_batch(0.1)  # every batch is acknowledged
+    with registered(rig) as trainer:
+        assert isinstance(trainer.poll(), EnvironmentCount)  # every batch is acknowledged

@@ -17,6 +17,7 @@ from grpo_core.wire.run_api import Registration
 from grpo_runs.process.ports import free_port
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import REGISTRATION
+from tests.support.batches import next_batch
 from tests.support.canned import generate_answer, inference_routes
 from tests.support.http_stub import Answer, StubServer, stub_server
 from tests.support.wait import DEADLINE_S
@@ -70,7 +71,7 @@ def environment(url: str, engine: StubServer, tokenizer: Path, log: Path) -> Man
 
 def take(trainer: TrainerClient, steps: int) -> set[int | None]:
     """The env_ids of the groups in the next batches."""
-    batches = [trainer.next_batch(DEADLINE_S) for _ in range(steps)]
+    batches = [next_batch(trainer) for _ in range(steps)]
     return {group.env_id for batch in batches for group in batch.groups}
 
 
@@ -122,7 +123,7 @@ def test_an_environment_that_is_killed_goes_on_behind_the_items_of_its_accepted_
             process = environment(url, engine, tokenizer, tmp_path / name)
             try:
                 for _ in range(6):
-                    batch = trainer.next_batch(DEADLINE_S)
+                    batch = next_batch(trainer)
                     items += [(group.group_overrides or {})["item"] for group in batch.groups]
             finally:
                 process.kill()

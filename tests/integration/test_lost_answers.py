@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from enum import Enum
-from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,11 +13,11 @@ from typing import Any
 import pytest
 
 from grpo_core.clients.run_api import EnvironmentClient, LeasedBatch, TrainerClient
-from grpo_core.deadline import Deadline
 from grpo_core.errors import ProtocolViolation, ServiceUnavailable, TrainerSuperseded, UnknownBatch
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
 from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, ApiClient, group
+from tests.support.batches import next_batch
 from tests.support.wait import DEADLINE_S, wait_for
 
 _BY_HOP = ("connection", "content-length", "transfer-encoding")
@@ -134,12 +132,12 @@ async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactl
     with registered(proxy.url) as trainer:
         for batch in ((1, [1, 2]), (2, [3, 4])):
             proxy.next_cut = cut
-            assert markers(trainer.next_batch(DEADLINE_S)) == batch
+            assert markers(next_batch(trainer)) == batch
         proxy.next_cut = cut
         trainer.acknowledge(2)
         trainer.acknowledge(1)  # an older acknowledgement changes nothing
     with registered(str(http.base_url)) as other:
-        assert markers(other.next_batch(DEADLINE_S)) == (3, [5, 6])
+        assert markers(next_batch(other)) == (3, [5, 6])
     assert http.status() == (3, 0)
 
 
@@ -147,17 +145,17 @@ def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: ApiCl
     url = str(http.base_url)
     with registered(url) as trainer:
         http.submit(*range(1, 9))
-        before = [trainer.next_batch(DEADLINE_S) for _ in range(3)]
+        before = [next_batch(trainer) for _ in range(3)]
         trainer.acknowledge(1)
     with registered(url) as second:  # without a checkpoint: every unacknowledged batch
-        assert second.next_batch(DEADLINE_S) == before[1]
+        assert next_batch(second) == before[1]
         second.resume_after(3)
         second.register(Registration.model_validate(REGISTRATION))
-        assert second.next_batch(DEADLINE_S) == before[1]
+        assert next_batch(second) == before[1]
     with registered(url) as third:  # killed between its checkpoint and the acknowledgement
         third.resume_after(2)
-        assert third.next_batch(DEADLINE_S) == before[2]
-        assert markers(third.next_batch(DEADLINE_S)) == (4, [7, 8])
+        assert next_batch(third) == before[2]
+        assert markers(next_batch(third)) == (4, [7, 8])
 
 
 @pytest.mark.parametrize("cut", [Cut.NOTHING, Cut.REQUEST, Cut.ANSWER])
@@ -165,13 +163,13 @@ def test_a_batch_requested_ahead_is_the_next_one(
     http: ApiClient, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
 ) -> None:
     http.submit(1, 2, 3, 4)
-    assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 2])
+    assert markers(next_batch(trainer)) == (1, [1, 2])
     proxy.next_cut = cut
     prepared: list[LeasedBatch] = []
     trainer.request_ahead(1, prepared.append)
     if cut is Cut.NOTHING:
         wait_for(lambda: http.status() == (2, 0))
-    found = trainer.next_batch(DEADLINE_S)
+    found = next_batch(trainer)
     assert markers(found) == (2, [3, 4])
     assert cut is not Cut.NOTHING or prepared == [found]
 
@@ -180,12 +178,12 @@ def test_a_trainer_that_another_one_followed_is_told_so(http: ApiClient) -> None
     url = str(http.base_url)
     with registered(url) as first:
         http.submit(1, 2, 3, 4)
-        first.next_batch(DEADLINE_S)
+        next_batch(first)
         with registered(url) as second:
-            for act in (lambda: first.next_batch(DEADLINE_S), lambda: first.acknowledge(1)):
+            for act in (lambda: next_batch(first), lambda: first.acknowledge(1)):
                 with pytest.raises(TrainerSuperseded, match="stop one of the two trainers"):
                     act()
-            assert markers(second.next_batch(DEADLINE_S)) == (1, [1, 2])
+            assert markers(next_batch(second)) == (1, [1, 2])
 
 
 async def test_equal_groups_are_two_groups(http: ApiClient, trainer: TrainerClient) -> None:
@@ -193,7 +191,7 @@ async def test_equal_groups_are_two_groups(http: ApiClient, trainer: TrainerClie
     async with EnvironmentClient(str(http.base_url), DEADLINE_S) as environment:
         for _ in range(2):
             await environment.submit(same, run_uuid="")
-    assert markers(trainer.next_batch(DEADLINE_S)) == (1, [1, 1])
+    assert markers(next_batch(trainer)) == (1, [1, 1])
 
 
 def test_an_unknown_batch_and_a_reset_run_are_named(
@@ -201,28 +199,10 @@ def test_an_unknown_batch_and_a_reset_run_are_named(
 ) -> None:
     trainer.resume_after(7)
     with pytest.raises(UnknownBatch, match="this run never handed out batch 7"):
-        trainer.next_batch(DEADLINE_S)
+        next_batch(trainer)
     http.get("/reset_data").raise_for_status()
     with pytest.raises(ProtocolViolation, match="someone called /reset_data, or Redis lost"):
-        trainer.next_batch(DEADLINE_S)
-
-
-def test_what_is_done_between_the_polls_does_not_count_as_waiting(
-    http: ApiClient, trainer: TrainerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the trainer waits for a server, environments cannot send groups."""
-    ahead_s = [0.0]
-    ours = partial(Deadline, clock=lambda: time.monotonic() + ahead_s[0])
-    monkeypatch.setattr("grpo_core.clients.run_api.Deadline", ours)
-    monkeypatch.setattr("grpo_core.clients.run_api.BATCH_WAIT_S", 0.1)
-
-    def work() -> None:
-        if ahead_s[0]:
-            http.submit(1, 2)
-        ahead_s[0] += 10 * DEADLINE_S
-
-    batch = trainer.next_batch(DEADLINE_S, meanwhile=work)
-    assert markers(batch) == (1, [1, 2])
+        next_batch(trainer)
 
 
 def test_run_api_that_is_gone_is_named() -> None:

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from grpo_core.clients.run_api import EnvironmentClient, TrainerClient
 from grpo_core.errors import UnknownBatch
 from grpo_core.process import ManagedProcess
+from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_runs.process.ports import free_port
 from grpo_trainer.checkpoint.resume import rejoin
@@ -23,6 +24,7 @@ from tests.fixtures.run_api import RunningApi, start_run_api
 from tests.integration.run_api_calls import ApiClient, group
 from tests.integration.run_store_rig import Run
 from tests.integration.test_resume import found, save, settings
+from tests.support.batches import next_batch
 from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S
 
@@ -97,7 +99,7 @@ async def test_lost_groups_are_counted_and_named_by_run_api_and_trainer(
         assert http.status() == (0, 3 + 9)
         assert http.get("/status").json()["lost_groups"] == 6
         assert http.run_facts()["lost_groups_total"] == 6
-        assert [trainer.next_batch(DEADLINE_S).id for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+        assert [next_batch(trainer).id for _ in range(6)] == [1, 2, 3, 4, 5, 6]
         with capture_logs() as logs:
             trainer_waits(trainer, watch)
     assert [(entry["event"], entry["lost_groups"]) for entry in logs] == [("groups.lost", 6)]
@@ -108,17 +110,11 @@ async def test_lost_groups_are_counted_and_named_by_run_api_and_trainer(
 
 
 def trainer_waits(trainer: TrainerClient, watch: EnvironmentWatch) -> None:
-    """Until it heard how many environments there are."""
-
-    class Heard(Exception):
-        pass
-
-    def hear() -> None:
-        raise Heard
-
+    """Until it hears how many environments there are."""
     watch.wait_started()
-    with pytest.raises(Heard):
-        trainer.next_batch(DEADLINE_S, hear, look=watch.check)
+    count = trainer.poll()
+    assert isinstance(count, EnvironmentCount)
+    watch.check(count)
 
 
 def test_a_restart_that_loses_nothing_is_no_loss(lossy: LossyRedis, http: ApiClient) -> None:
@@ -149,14 +145,14 @@ async def test_lost_batches_end_the_trainer_by_name_and_a_named_checkpoint_goes_
     with TrainerClient(config.run_api_url) as trainer:
         trainer.register(config.registration(first_step=0))
         await submit(apis[0], *range(1, 11), run_uuid=trainer.run_uuid)
-        assert [trainer.next_batch(DEADLINE_S).id for _ in range(2)] == [1, 2]
+        assert [next_batch(trainer).id for _ in range(2)] == [1, 2]
         lossy.remember()  # two leases
-        assert [trainer.next_batch(DEADLINE_S).id for _ in range(2)] == [3, 4]
+        assert [next_batch(trainer).id for _ in range(2)] == [3, 4]
         directory = save(config, Position(step=3, batch_id=3, epoch=1))
         trainer.acknowledge(3)
         lossy.lose()
         with pytest.raises(UnknownBatch, match=r"never handed out batch 4; .* is 2\. Redis may"):
-            trainer.next_batch(DEADLINE_S)
+            next_batch(trainer)
     with TrainerClient(config.run_api_url) as trainer:
         with pytest.raises(LostBatches, match=rf"lost batches 3 to 3 .*--resume {directory}"):
             rejoin(trainer, config, found(config))
@@ -165,7 +161,7 @@ async def test_lost_batches_end_the_trainer_by_name_and_a_named_checkpoint_goes_
             assert rejoin(trainer, config, found(config)) == Position(step=3, batch_id=2, epoch=1)
         assert [(e["event"], e["first"], e["last"]) for e in logs] == [("batches.lost", 3, 3)]
         # the groups of the lost batches 3 and 4 were in the queue when the file was copied
-        batches = [trainer.next_batch(DEADLINE_S) for _ in range(3)]
+        batches = [next_batch(trainer) for _ in range(3)]
     assert [(b.id, [g.tokens[0][0] for g in b.groups]) for b in batches] == [
         (3, [5, 6]),
         (4, [7, 8]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer import train
 from grpo_trainer.checkpoint.resume import find_state, rejoin
 from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
-from grpo_trainer.data.batches import BatchSource, Position
+from grpo_trainer.data.batches import BatchSource, Position, SkippedBatch
+from grpo_trainer.data.filter import NO_HISTORY
 from grpo_trainer.errors import NoSuchState, StateMismatch, StateOfAnotherRun
 from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import ApiClient, bulky
+from tests.support.batches import next_batch
 from tests.support.small_trainer import Side
 from tests.support.wait import DEADLINE_S
+from tests.unit.trainer.groups import LIMITS, in_order
 
 STATE = Position(step=2, batch_id=2, epoch=1)
 
@@ -63,14 +67,14 @@ def train_three_batches(http: ApiClient, config: TrainerSettings) -> None:
     http.submit(*range(1, 9))
     with TrainerClient(str(http.base_url)) as trainer:
         trainer.register(config.registration(first_step=0))
-        assert [trainer.next_batch(DEADLINE_S).id for _ in range(3)] == [1, 2, 3]
+        assert [next_batch(trainer).id for _ in range(3)] == [1, 2, 3]
 
 
 def first_batch_without_a_state(config: TrainerSettings) -> int:
     """The first unacknowledged batch."""
     with TrainerClient(config.run_api_url) as another:
         another.register(config.registration(first_step=0))
-        return another.next_batch(DEADLINE_S).id
+        return next_batch(another).id
 
 
 def test_batches_in_the_state_do_not_come_again(
@@ -80,7 +84,7 @@ def test_batches_in_the_state_do_not_come_again(
     train_three_batches(http, config)
     save(config)
     assert rejoin(trainer, config, found(config)) == STATE
-    assert [trainer.next_batch(DEADLINE_S).id for _ in range(2)] == [3, 4]
+    assert [next_batch(trainer).id for _ in range(2)] == [3, 4]
     assert first_batch_without_a_state(config) == 3
 
 
@@ -120,7 +124,7 @@ def test_a_state_that_is_named_goes_on_in_another_run(
     http.submit(1, 2)
     with capture_logs() as logs:
         assert rejoin(trainer, config, found(config)) == Position(step=2, batch_id=0, epoch=1)
-        assert trainer.next_batch(DEADLINE_S).id == 1
+        assert next_batch(trainer).id == 1
     assert [entry["unknown_batch_id"] for entry in logs] == [2]
 
 
@@ -162,16 +166,11 @@ def test_full_leases_are_acknowledged_by_an_early_save(own_api: StartApi, tmp_pa
         trainer.register(config.registration(first_step=0))
         for marker in range(1, 7):
             http.submit(marker, **bulky(marker))
-        unused: Any = None
-        saved: list[int] = []
-        source = BatchSource(
-            *(config, trainer, unused),
-            lambda: [trainer.acknowledge(batch) for batch in saved] != [],
-            *(lambda: None, unused, unused, unused),
-        )
-        assert source.next_batch(0, batches_left=9).id == 1
-        # no batch was trained, so no checkpoint can be written
-        with pytest.raises(LeasesFull, match="write a checkpoint and POST"):
-            source.next_batch(1, batches_left=8)
-        saved.append(1)
-        assert source.next_batch(1, batches_left=8).id == 2
+        source = BatchSource(config, trainer, LIMITS, NO_HISTORY, in_order)
+        at = Position(step=0, batch_id=0, epoch=1)
+        assert source.look(at) == SkippedBatch(1)
+        full = source.look(replace(at, step=1, batch_id=1))
+        assert isinstance(full, LeasesFull)
+        assert "write a checkpoint and POST" in str(full)
+        trainer.acknowledge(1)
+        assert source.look(replace(at, step=1, batch_id=1)) == SkippedBatch(2)

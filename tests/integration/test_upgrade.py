@@ -17,6 +17,7 @@ from grpo_core.clients.run_api import TrainerClient
 from grpo_runs.process.ports import free_port
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import ApiClient
+from tests.support.batches import next_batch
 from tests.support.redis_server import start_redis
 from tests.support.wait import DEADLINE_S
 from tests.upgrade.make_golden import GOLDEN, PART, QUEUED
@@ -97,6 +98,6 @@ def test_a_killed_run_of_an_earlier_version_goes_on(
     with TrainerClient(url) as trainer:
         trainer.register(trainer_settings(url, 9).registration(first_step=MORE_STEPS))
         trainer.resume_after(MORE_STEPS)
-        batch = trainer.next_batch(DEADLINE_S)
+        batch = next_batch(trainer)
     assert [g.tokens[0][0] for g in batch.groups] == [QUEUED[-1], PART, PART]
     assert http.status() == (MORE_STEPS + 1, 0)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from grpo_core.clients.run_api import TrainerClient
+from grpo_core.clients.run_api import LeasedBatch, TrainerClient
+from grpo_core.deadline import Deadline
 from grpo_core.wire.fields import UNSET
 from grpo_core.wire.run_api import Registration
 from tests.soak.hits import Moment
@@ -76,7 +77,10 @@ class Trainer:
         self._save()
 
     def _train(self) -> None:
-        batch = self.api.next_batch(self.options.deadline_s, self._between_polls)
+        deadline = Deadline(self.options.deadline_s)
+        while not isinstance(batch := self.api.poll(), LeasedBatch):
+            assert not deadline.has_passed, f"no batch within {deadline.seconds:g} s"
+            self._between_polls()
         content = content_digest(batch.groups)
         self.journal.write(Delivered(after=self._last_id, id=batch.id, content=content))
         time.sleep(self._dice.random() * _MAX_TRAINING_S)

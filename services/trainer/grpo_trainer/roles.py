@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import structlog
 
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, LeasesFull
 from grpo_core.provenance.batches import StepInput
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import AUTO, TrainerSettings
@@ -26,7 +26,13 @@ from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.checks.data_checks import DataChecks
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients, coefficients_of
-from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, TakenBatch
+from grpo_trainer.data.batches import (
+    BatchQueue,
+    BatchSource,
+    Position,
+    SkippedBatch,
+    TakenBatch,
+)
 from grpo_trainer.data.collate import broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import RolloutMismatch
@@ -63,12 +69,31 @@ class Lead:
     def take(self, position: Position) -> TakenBatch:
         """Wait for a batch of run-api, and send its micro-batches to the other ranks."""
         self.recorder.watch.begin()
-        taken = self.batches.take(position)
+        taken = self._awaited(position)
         self.batches.request_next(position)
         self.learner.ranks.broadcast(BATCH_FOLLOWS)
         broadcast_batch(taken.batch, self.learner.ranks)
         self.recorder.watch.fetched()
         return taken
+
+    def _awaited(self, position: Position) -> TakenBatch:
+        while True:
+            match self.batches.look(position):
+                case TakenBatch() as taken:
+                    return taken
+                case SkippedBatch(batch_id):
+                    position = self._skip(batch_id, position)
+                case LeasesFull() as full:
+                    if not self.saver.release_batches():
+                        raise full
+                case None:
+                    with self.batches.suspended():
+                        self.sync.recover_server()
+
+    def _skip(self, batch_id: int, position: Position) -> Position:
+        position = replace(position, batch_id=batch_id)
+        self.saver.batch_skipped(position)
+        return position
 
     def objective(self) -> Objective:
         """The objective with this step's coefficients, which rank 0 controls."""
@@ -76,7 +101,8 @@ class Lead:
 
     def reject(self, taken: TakenBatch, position: Position, error: GrpoError) -> Position:
         """No step can be taken on the batch. Returns the position behind it."""
-        return self.batches.reject(taken, position, error)
+        self.batches.quarantine.add(taken.batch_id, taken.groups, position.step, error)
+        return self._skip(taken.batch_id, position)
 
     def check(self, taken: TakenBatch, gradients: GradientStats, position: Position) -> None:
         """Compare the behaviour logprobs with the trainer's, before the update.
@@ -252,9 +278,6 @@ def _start_lead(
     batches = BatchSource(
         settings,
         api,
-        skipped=saver.batch_skipped,
-        release_batches=saver.release_batches,
-        recover_server=sync.recover_server,
         limits=limits_of(policy, settings),
         history=VersionHistory(served, sync.begun_as, sync.epochs),
         cut=learner.forward.layout.cut,

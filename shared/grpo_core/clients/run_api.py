@@ -15,13 +15,11 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
-from grpo_core.deadline import Deadline
 from grpo_core.errors import (
     GrpoError,
     LeasesFull,
     ProtocolViolation,
     RequestRefused,
-    ServiceUnavailable,
     TrainerSuperseded,
     UnknownBatch,
     problems_of,
@@ -133,58 +131,39 @@ class TrainerClient(ServiceClient):
         """After `register`: skip batches up to this one, which the checkpoint includes."""
         self._last_batch = batch_id
 
-    def next_batch(
-        self,
-        deadline_s: float,
-        meanwhile: Callable[[], None] = lambda: None,
-        batches_left: int | None = None,
-        look: Callable[[EnvironmentCount], None] = lambda _: None,
-    ) -> LeasedBatch:
-        """Wait for the batch after the last one.
+    def poll(
+        self, wait_s: float = BATCH_WAIT_S, batches_left: int | None = None
+    ) -> LeasedBatch | EnvironmentCount:
+        """The batch after the last one, or the number of environments if there is none yet.
 
         Args:
-            meanwhile: called every second without a batch; its time does not count
+            wait_s: how long run-api may hold the request
             batches_left: number of batches that the run still needs, with this one; environments
                 exit after the last
-            look: called every second without a batch, with the number of environments
 
         Raises:
-            ServiceUnavailable: no batch was complete within `deadline_s` seconds.
+            ServiceUnavailable: run-api did not answer in time.
             TrainerSuperseded: another trainer has registered.
             LeasesFull: acknowledge batches, then call again.
             UnknownBatch: the run never handed out the batch given to `resume_after`.
             ProtocolViolation: run-api has no registered trainer, or sent an invalid batch.
         """
-        deadline = Deadline(deadline_s)
         ahead, self._ahead = self._ahead, None
-        requested = ahead.end() if ahead else None
-        while True:
-            found = requested or self._lease(min(BATCH_WAIT_S, deadline.left_s), batches_left)
-            if isinstance(found, LeasedBatch):
-                self._last_batch = found.id
-                return found
-            look(found)
-            if deadline.has_passed:
-                raise ServiceUnavailable(
-                    f"{SERVICE}: no batch within {deadline_s:g} s; check in {self.base_url}/status "
-                    "and in the environments' logs that environments run and send groups"
-                    f"{named_refusals(found)}"
-                )
-            # `meanwhile` may wait for a restarting server, for which environments wait too.
-            with deadline.suspended():
-                meanwhile()
-            time.sleep(_POLL_S)  # run-api answers early while it shuts down
+        found = (ahead and ahead.end()) or self._lease(wait_s, batches_left)
+        if isinstance(found, LeasedBatch):
+            self._last_batch = found.id
+        return found
 
     def request_ahead(
         self, batches_left: int, prepare: Callable[[LeasedBatch], None] = lambda _: None
     ) -> None:
-        """Request the next batch in a thread, for the next call of `next_batch`.
+        """Request the next batch in a thread, for the next call of `poll`.
 
         Args:
             batches_left: number of batches that the run still needs, with this one
-            prepare: called in the thread with the batch that `next_batch` will return
+            prepare: called in the thread with the batch that `poll` will return
         """
-        # One attempt: `next_batch` retries.
+        # One attempt: `poll` retries.
         self._ahead = _LeaseAhead(
             lambda: self._lease(BATCH_WAIT_S, batches_left, deadline_s=0.1), prepare
         )
@@ -206,7 +185,10 @@ class TrainerClient(ServiceClient):
         if batches_left is not None:
             query["batches_left"] = batches_left
         answer = self._asked_by_trainer("GET", "/batch", deadline_s, **query)
-        return leased_batch(answer, self._last_batch)
+        found = leased_batch(answer, self._last_batch)
+        if not isinstance(found, LeasedBatch):
+            time.sleep(_POLL_S)  # run-api answers early while it shuts down
+        return found
 
     def _asked_by_trainer(
         self, method: str, path: str, deadline_s: float | None = None, **query: float
@@ -258,8 +240,6 @@ class _LeaseAhead:
             if isinstance(found, LeasedBatch):
                 self._found = found
                 self._prepare(found)
-            else:
-                time.sleep(_POLL_S)
 
 
 class EnvironmentClient(AsyncServiceClient):

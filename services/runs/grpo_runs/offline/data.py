@@ -13,7 +13,7 @@ import torch
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.tree.objectives import Objective
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
-from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
+from grpo_core.wire.run_api import Registration, RunStatus
 from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
 from grpo_env.assembly import TaskSet
 from grpo_env.tasks import Task
@@ -22,8 +22,8 @@ from grpo_env.tasks.items import Item, all_items, evaluation_items, training_ite
 from grpo_runs.offline.errors import KeysInvalid, RolloutsFail
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_trainer.advantages import group_advantages
-from grpo_trainer.data.batches import Collate
-from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import device_of
 
@@ -165,7 +165,10 @@ def _between(
 
 @torch.no_grad()
 def with_own_logprobs(
-    groups: Sequence[ScoredGroup], learner: Learner, collate: Collate, limits: GroupLimits
+    groups: Sequence[ScoredGroup],
+    learner: Learner,
+    collate: Callable[[Sequence[UsableGroup]], Batch],
+    limits: GroupLimits,
 ) -> list[ScoredGroup]:
     """The groups with the policy's logprobs of their tokens at the sampling temperature.
 
@@ -228,12 +231,10 @@ class InProcessQueue:
     def resume_after(self, batch_id: int) -> None:
         self._handed_out = batch_id
 
-    def next_batch(
+    def poll(
         self,
-        deadline_s: float,  # noqa: ARG002
-        meanwhile: Callable[[], None] = lambda: None,  # noqa: ARG002
+        wait_s: float = 0.0,  # noqa: ARG002
         batches_left: int | None = None,  # noqa: ARG002
-        look: Callable[[EnvironmentCount], None] = lambda _: None,  # noqa: ARG002
     ) -> LeasedBatch:
         if not self._batches:
             raise RolloutsFail(

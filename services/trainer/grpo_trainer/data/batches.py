@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
-from grpo_core.clients.run_api import REFUSED_GROUPS_HINT, LeasedBatch, named_refusals
+from grpo_core.clients.run_api import (
+    BATCH_WAIT_S,
+    REFUSED_GROUPS_HINT,
+    SERVICE,
+    LeasedBatch,
+    named_refusals,
+)
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, LeasesFull
+from grpo_core.errors import LeasesFull, ServiceUnavailable
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
@@ -61,9 +66,6 @@ class TakenBatch:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-Collate = Callable[[Sequence[UsableGroup]], Batch]
-
-
 @dataclass(frozen=True)
 class PreparedBatch:
     """What a thread computes of a batch ahead. `collated`: its usable groups, as if none of them
@@ -75,80 +77,130 @@ class PreparedBatch:
     collated: Batch | None
 
 
+@dataclass(frozen=True)
+class SkippedBatch:
+    """A batch whose groups are all stale or unusable, or that is in quarantine. No step is taken on
+    it, but the next checkpoint includes its id, which acknowledges it."""
+
+    batch_id: int
+
+
 class BatchSource:
     """Args:
-    skipped: told of the position behind each skipped batch
-    release_batches: saves a checkpoint early, so that run-api can delete batches; False if the
-        newest one has them all
-    recover_server: called repeatedly while the trainer waits
     limits: of the policy
     history: begins with the first served weights
     cut: divides sequences into micro-batches
+    clock: returns seconds
     """
 
     def __init__(
         self,
         settings: TrainerSettings,
         api: BatchQueue,
-        skipped: Callable[[Position], None],
-        release_batches: Callable[[], bool],
-        recover_server: Callable[[], None],
         limits: GroupLimits,
         history: VersionHistory,
         cut: Cut,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.api = api
         self.quarantine = Quarantine(settings.save_path, api.run_uuid)
-        self._skipped = skipped
-        self._release_batches = release_batches
-        self._recover_server = recover_server
         self._filter = GroupFilter(limits, history, settings.max_staleness)
         self._cut = cut
-        self._environments = EnvironmentWatch(settings.environment_return_deadline_s)
+        self._clock = clock
+        self._environments = EnvironmentWatch(settings.environment_return_deadline_s, clock)
         self._ahead: PreparedBatch | None = None
         self._has_named_unused = False
+        self._waiting: Deadline | None = None
+        self._fresh_data: Deadline | None = None
+        self._dropped = Counter[str]()
 
-    def take(self, position: Position) -> TakenBatch:
-        """Wait for a batch with at least one group to train on.
+    def look(self, position: Position) -> TakenBatch | SkippedBatch | LeasesFull | None:
+        """Ask run-api for the next batch, for about a second.
 
-        A batch is skipped if all its groups are stale or unusable, or if it is in quarantine. No
-        step is taken on it, but the next checkpoint includes its id, which acknowledges it.
+        Returns:
+            a batch with at least one group to train on; or one to skip; or the error of run-api,
+            which waits for acknowledgements; None if there is no batch yet: look again
 
         Raises:
+            ServiceUnavailable: no batch was complete until the deadline.
+            NoEnvironmentLeft: no environment is left to send groups.
             StaleData: only stale groups arrived until the deadline.
             UnusableGroup: see `GroupFilter`; the batch is in quarantine.
             DuplicatedBatch: see `GroupFilter`; the batch is in quarantine.
-            NoEnvironmentLeft: and the other errors of `next_batch`.
+            GrpoError: the other errors of `TrainerClient.poll`.
         """
-        settings, began, dropped = self.settings, time.monotonic(), Counter[str]()
-        while True:
-            leased = self.next_batch(position.batch_id, settings.steps - position.step)
-            prepared, self._ahead = self._ahead, None
-            if prepared is None or prepared.leased is not leased:
-                prepared = self._prepared(leased)
-            usable, found = self._filtered(prepared, position.step)
-            dropped["repeated"] = 0
-            dropped.update(found)
-            if usable:
-                collated = prepared.collated
-                if collated is None or found["stale"]:
-                    collated = self.collate(usable)
-                return TakenBatch(leased.id, leased.groups, usable, collated, dropped)
-            position = self._skip(leased.id, position)
+        waiting = self._begun()
+        try:
+            wait_s = min(BATCH_WAIT_S, waiting.left_s)
+            found = self.api.poll(wait_s, self.settings.steps - position.step)
+        except LeasesFull as full:
+            self._waiting = None
             log.warning(
-                "batch.skipped",
-                batch_id=leased.id,
-                stale_groups=found["stale"],
-                unusable_groups=found["unusable"],
+                "leases.full",
+                reason=str(full),
+                hint="the trainer writes a checkpoint early and acknowledges the checkpoint's "
+                "batches, so that run-api can delete these batches",
             )
-            if found["stale"] and time.monotonic() - began >= settings.batch_deadline_s:
-                raise StaleData(
-                    f"no group that arrived in {settings.batch_deadline_s:g} s can be trained on: "
-                    f"the staleness of {dropped['stale']} groups is above --max-staleness "
-                    f"{settings.max_staleness}. Run fewer or slower environments to shorten the "
-                    "queue, or raise --max-staleness"
-                )
+            return full
+        if isinstance(found, LeasedBatch):
+            self._waiting = None
+            self._environments.wait_ended()
+            _name_missing(position.batch_id, found.id)
+            return self._taken(found, position.step)
+        self._environments.check(found)
+        if waiting.has_passed:
+            raise ServiceUnavailable(
+                f"{SERVICE}: no batch within {waiting.seconds:g} s; check in "
+                f"{self.api.base_url}/status and in the environments' logs that environments run "
+                f"and send groups{named_refusals(found)}"
+            )
+        return None
+
+    def _begun(self) -> Deadline:
+        """The deadline of the wait for a batch, which begins unless it has begun."""
+        deadline_s = self.settings.batch_deadline_s
+        if self._fresh_data is None:
+            self._fresh_data = Deadline(deadline_s, self._clock)
+        if self._waiting is None:
+            self._waiting = Deadline(deadline_s, self._clock)
+            self._environments.wait_started()
+        return self._waiting
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The block does not count as waiting: a server that restarts stops environments too."""
+        with suspended(self._waiting), self._environments.suspended():
+            yield
+
+    def _taken(self, leased: LeasedBatch, step: int) -> TakenBatch | SkippedBatch:
+        prepared, self._ahead = self._ahead, None
+        if prepared is None or prepared.leased is not leased:
+            prepared = self._prepared(leased)
+        usable, found = self._filtered(prepared, step)
+        self._dropped["repeated"] = 0
+        self._dropped.update(found)
+        if usable:
+            collated = prepared.collated
+            if collated is None or found["stale"]:
+                collated = self.collate(usable)
+            dropped, self._dropped, self._fresh_data = self._dropped, Counter(), None
+            return TakenBatch(leased.id, leased.groups, usable, collated, dropped)
+        log.warning(
+            "batch.skipped",
+            batch_id=leased.id,
+            stale_groups=found["stale"],
+            unusable_groups=found["unusable"],
+        )
+        if found["stale"] and self._fresh_data is not None and self._fresh_data.has_passed:
+            settings = self.settings
+            raise StaleData(
+                f"no group that arrived in {settings.batch_deadline_s:g} s can be trained on: "
+                f"the staleness of {self._dropped['stale']} groups is above --max-staleness "
+                f"{settings.max_staleness}. Run fewer or slower environments to shorten the "
+                "queue, or raise --max-staleness"
+            )
+        return SkippedBatch(leased.id)
 
     def request_next(self, position: Position) -> None:
         """Request the batch after the one that was taken at `position`, so that it arrives and is
@@ -159,7 +211,7 @@ class BatchSource:
             self.api.request_ahead(left - 1, self.prepare_ahead)
 
     def prepare_ahead(self, leased: LeasedBatch) -> None:
-        """Prepare the batch that `take` will take next. May run in another thread that ends before
+        """Prepare the batch that `look` will find next. May run in another thread that ends before
         that call."""
         self._ahead = self._prepared(leased)
 
@@ -172,48 +224,6 @@ class BatchSource:
             self._cut,
             settings.resolved_objective,
         )
-
-    def next_batch(self, last_batch: int, batches_left: int) -> LeasedBatch:
-        """Args:
-            last_batch: id of the previous batch; 0 before the first one
-            batches_left: number of batches that the run still needs, this one included
-
-        Raises:
-            NoEnvironmentLeft: no environment is left to send groups.
-            GrpoError: the errors of `TrainerClient.next_batch`.
-        """
-        watch = self._environments
-        watch.wait_started()
-        recover = partial(watch.excluding, self._recover_server)
-        deadline_s = self.settings.batch_deadline_s
-        ask = partial(self.api.next_batch, deadline_s, recover, batches_left, watch.check)
-        try:
-            leased = ask()
-        except LeasesFull as full:
-            log.warning(
-                "leases.full",
-                reason=str(full),
-                hint="the trainer writes a checkpoint early and acknowledges the checkpoint's "
-                "batches, so that run-api can delete these batches",
-            )
-            if not self._release_batches():
-                raise
-            leased = ask()
-        watch.wait_ended()
-        if 0 < last_batch < leased.id - 1:
-            log.warning(
-                "batches.missing",
-                first=last_batch + 1,
-                last=leased.id - 1,
-                reason="this run resumed from an older checkpoint; a newer checkpoint includes "
-                "these batches, so run-api has deleted them",
-            )
-        return leased
-
-    def reject(self, taken: TakenBatch, position: Position, error: GrpoError) -> Position:
-        """Put a batch into quarantine and skip it; returns the new position."""
-        self.quarantine.add(taken.batch_id, taken.groups, position.step, error)
-        return self._skip(taken.batch_id, position)
 
     def _prepared(self, leased: LeasedBatch) -> PreparedBatch:
         self._name_unused_fields(leased.groups)
@@ -249,10 +259,16 @@ class BatchSource:
                 hint="pass --objective distill, or --distill-coef",
             )
 
-    def _skip(self, batch_id: int, position: Position) -> Position:
-        beyond = replace(position, batch_id=batch_id)
-        self._skipped(beyond)
-        return beyond
+
+def _name_missing(last_id: int, batch_id: int) -> None:
+    if 0 < last_id < batch_id - 1:
+        log.warning(
+            "batches.missing",
+            first=last_id + 1,
+            last=batch_id - 1,
+            reason="this run resumed from an older checkpoint; a newer checkpoint includes "
+            "these batches, so run-api has deleted them",
+        )
 
 
 class EnvironmentWatch:
@@ -335,10 +351,13 @@ class EnvironmentWatch:
             )
         self._lost = groups
 
-    def excluding(self, work: Callable[[], None]) -> None:
-        """Run `work` with the deadline suspended: a server that restarts stops environments too."""
-        with self._deadline.suspended() if self._deadline else nullcontext():
-            work()
+    def suspended(self) -> AbstractContextManager[None]:
+        """The block does not count."""
+        return suspended(self._deadline)
+
+
+def suspended(deadline: Deadline | None) -> AbstractContextManager[None]:
+    return deadline.suspended() if deadline else nullcontext()
 
 
 class BatchQueue(Protocol):
@@ -355,13 +374,9 @@ class BatchQueue(Protocol):
 
     def resume_after(self, batch_id: int) -> None: ...
 
-    def next_batch(
-        self,
-        deadline_s: float,
-        meanwhile: Callable[[], None] = ...,
-        batches_left: int | None = None,
-        look: Callable[[EnvironmentCount], None] = ...,
-    ) -> LeasedBatch: ...
+    def poll(
+        self, wait_s: float = ..., batches_left: int | None = None
+    ) -> LeasedBatch | EnvironmentCount: ...
 
     def request_ahead(
         self, batches_left: int, prepare: Callable[[LeasedBatch], None] = ...

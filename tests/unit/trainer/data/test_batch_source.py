@@ -3,7 +3,8 @@ refused groups are named; a fake clock replaces waiting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import LeasedBatch
+from grpo_core.errors import ServiceUnavailable
 from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.batches import BatchSource, EnvironmentWatch, Position
+from grpo_trainer.data.batches import (
+    BatchSource,
+    EnvironmentWatch,
+    Position,
+    SkippedBatch,
+    TakenBatch,
+)
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import DuplicatedBatch, NoEnvironmentLeft, StaleData
 from tests.unit.trainer.groups import LIMITS, good, in_order, sampled_by
@@ -48,7 +56,8 @@ def test_environments_that_left_have_the_deadline_to_come_back() -> None:
         ):
             watch.check(count)
             sleep(then_s)
-        watch.excluding(lambda: sleep(1000.0))
+        with watch.suspended():
+            sleep(1000.0)
         watch.check(GONE)
         sleep(1.0)
         with pytest.raises(
@@ -104,16 +113,17 @@ def source_of(
     under: Any,
     batch_deadline_s: float = 60.0,
     save_path: Path = Path("/nowhere"),
+    clock: Callable[[], float] = time.monotonic,
 ) -> BatchSource:
-    """A `BatchSource` of these batches; ids continue that of `AT`.
+    """A `BatchSource` of these batches; ids continue that of `AT`. Then there is no batch.
 
     Args:
         under: served version when run-api received each group of every batch
     """
     leased = iter(LeasedBatch(5 + i, groups, under) for i, groups in enumerate(batches))
 
-    def next_batch(*_: object) -> LeasedBatch:
-        return next(leased)
+    def poll(*_: object) -> LeasedBatch | EnvironmentCount:
+        return next(leased, NOBODY_YET)
 
     settings: Any = SimpleNamespace(
         batch_deadline_s=batch_deadline_s,
@@ -125,9 +135,15 @@ def source_of(
         micro_batch_tokens=2,
         resolved_objective=GRPO,
     )
-    api: Any = SimpleNamespace(next_batch=next_batch, run_uuid="run")
+    api: Any = SimpleNamespace(poll=poll, run_uuid="run", base_url="http://r")
     history = VersionHistory(PolicyVersion(2, 6))
-    return BatchSource(settings, api, Mock(), Mock(), lambda: None, LIMITS, history, in_order)
+    return BatchSource(settings, api, LIMITS, history, in_order, clock)
+
+
+def taken_from(source: BatchSource) -> TakenBatch:
+    taken = source.look(AT)
+    assert isinstance(taken, TakenBatch)
+    return taken
 
 
 def test_the_next_batch_is_requested_unless_it_is_the_last_one() -> None:
@@ -146,8 +162,8 @@ def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale()
         source.collate = Mock(side_effect=source.collate)
         ahead = LeasedBatch(5, groups, [None, None])
         source.prepare_ahead(ahead)
-        source.api.next_batch = Mock(return_value=ahead)
-        taken = source.take(AT)
+        source.api.poll = Mock(return_value=ahead)
+        taken = taken_from(source)
         assert [len(call.args[0]) for call in source.collate.call_args_list] == sizes
         assert len(taken.batch.origins) == 2 * sizes[-1]
 
@@ -157,11 +173,11 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
     bad = [good(2), good(3).model_copy(update={"inference_logprobs": None})]
     source = source_of([old, bad, [sampled_by(30, (2, 8), (2, 8)), good(31)]], under=[OLD, YOUNG])
     with capture_logs() as logs:
-        taken = source.take(AT)
+        skipped = [source.look(AT) for _ in range(2)]
+        taken = taken_from(source)
+    assert skipped == [SkippedBatch(5), SkippedBatch(6)]
     assert taken.batch_id == 7
     assert (len(taken.usable), taken.dropped["stale"], taken.dropped["unusable"]) == (2, 3, 1)
-    skipped = [call.args[0] for call in source._skipped.call_args_list]
-    assert [(at.step, at.batch_id) for at in skipped] == [(9, 5), (9, 6)]
     named = [e["batch_id"] for e in logs if e["event"] == "batch.skipped"]
     assert named == [5, 6]
 
@@ -169,16 +185,32 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
 def test_a_run_that_gets_only_stale_groups_ends() -> None:
     source = source_of([[good(marker)] for marker in range(9)], under=[OLD], batch_deadline_s=0.0)
     with pytest.raises(StaleData, match=r"in 0 s .* staleness of 1 groups is above"):
-        source.take(AT)
+        source.look(AT)
+
+
+def test_the_wait_for_a_batch_ends_without_the_time_in_which_servers_are_away() -> None:
+    now = [0.0]
+    source = source_of([[good(1)]], under=[None], batch_deadline_s=60.0, clock=lambda: now[0])
+    taken_from(source)
+    assert source.look(AT) is None
+    now[0] += 59.0
+    with source.suspended():
+        now[0] += 1000.0
+    assert source.look(AT) is None
+    now[0] += 1.0
+    with pytest.raises(ServiceUnavailable, match=r"no batch within 60 s; check in http://r/status"):
+        source.look(AT)
 
 
 def test_a_batch_that_arrives_twice_is_passed_over_by_the_next_start(tmp_path: Path) -> None:
     batches = [[good(1), good(2)], [good(1), good(2)], [good(3), good(4)]]
     source, again = (source_of(batches, under=[None] * 2, save_path=tmp_path) for _ in range(2))
-    assert source.take(AT).batch_id == 5
+    assert taken_from(source).batch_id == 5
     with pytest.raises(DuplicatedBatch):
-        source.take(AT)
-    assert [again.take(AT).batch_id for _ in range(2)] == [5, 7]
+        source.look(AT)
+    assert taken_from(again).batch_id == 5
+    assert again.look(AT) == SkippedBatch(6)
+    assert taken_from(again).batch_id == 7
 
 
 def test_a_teachers_logprobs_which_are_not_used_are_named_once() -> None:

@@ -111,7 +111,7 @@ class Bench:
             **self.options,
         ).settings()
         api: Any = SimpleNamespace(
-            next_batch=lambda *_: next(leased), request_ahead=lambda *_: None, run_uuid="run"
+            poll=lambda *_: next(leased), request_ahead=lambda *_: None, run_uuid="run"
         )
         sync: Any = SimpleNamespace(publish=self.publish)
         checks: Any = SimpleNamespace(
@@ -123,10 +123,7 @@ class Bench:
             is_due=lambda _: False,
             step_taken=lambda _: None,
         )
-        source = BatchSource(
-            *(settings, api, saver.batch_skipped, lambda: False, lambda: None, LIMITS),
-            *(NO_HISTORY, in_order),
-        )
+        source = BatchSource(settings, api, LIMITS, NO_HISTORY, in_order)
         sinks = Sinks([self.records.append], [self.rollouts.append])
         recorder = Recorder(settings, sinks)
         forward: Any = self

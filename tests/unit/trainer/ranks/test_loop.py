@@ -62,7 +62,7 @@ class Queue:
     def acknowledge(self, batch_id: int) -> None:
         self.acknowledged = batch_id
 
-    def next_batch(self, *_: object) -> LeasedBatch:
+    def poll(self, *_: object) -> LeasedBatch:
         if self.given + 1 == FULL_BEFORE and self.is_full:
             self.is_full = False
             raise LeasesFull("full", 409)
