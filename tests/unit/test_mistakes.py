@@ -19,7 +19,7 @@ from grpo_runs.__main__ import run as grpo_run
 from grpo_tiny_model.__main__ import main as tiny_model
 from grpo_trainer.__main__ import main as grpo
 from grpo_vllm.__main__ import main as vllm_api_server
-from tests.unit.conftest import Mistake
+from tests.unit.conftest import Mistake, Refused
 
 TRAINER = "--model m --mode shared_vllm"
 ENVIRONMENT = "arithmetic serve --model m"
@@ -235,6 +235,29 @@ def test_a_sandbox_that_does_not_work_is_a_mistake_before_anything_starts(
     monkeypatch.setenv("PATH", str(tmp_path))
     told = mistake(demo, f"--task {task} --sandbox docker:gone --dry-run")
     assert told.startswith("grpo-demo: docker is not installed")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--task lacks.py --data rows.jsonl --dry-run", "lacks.py line 1: ModuleNotFoundError"),
+        ("--task my.py --data rows.jsonl --columns prompt=q", "no column 'q'"),
+        ("--task arithmetic,my.py --data column.jsonl", "expected one of prompt, messages"),
+    ],
+)
+def test_a_mistake_in_code_or_data_is_told_before_a_run_begins(
+    words: str, told: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my.py").write_text("def reward(answer, row):\n    return 1\n")
+    (tmp_path / "lacks.py").write_text("import no_such_module\nfrom my import reward\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4="}\n')
+    (tmp_path / "column.jsonl").write_text('{"promt": "3+4="}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["command", *words.split()])
+    said = refused(demo)
+    assert said.startswith("grpo-demo: ")
+    assert told in said
+    assert not Path("runs").exists()
 
 
 WITH_SMOLLM2 = {

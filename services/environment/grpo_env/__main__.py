@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import io
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
@@ -34,17 +36,26 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings = load_env_settings(sys.argv[1:] if argv is None else argv)
-    configure_logging("environment", settings.log_level)
-    # Nothing is registered yet, so leaving needs no goodbye. As first process of a container a
-    # signal without a handler would be ignored while the imports below take their seconds.
-    for number in _STOP_SIGNALS:
-        signal.signal(number, _exit_at_once)
     try:
+        settings = load_env_settings(sys.argv[1:] if argv is None else argv, _loaded_items)
+        configure_logging("environment", settings.log_level)
+        # Nothing is registered yet, so leaving needs no goodbye. As first process of a container a
+        # signal without a handler would be ignored while the imports below take their seconds.
+        for number in _STOP_SIGNALS:
+            signal.signal(number, _exit_at_once)
         _run(_with_made_model(settings))
     except GrpoError as error:
         sys.stderr.write(f"{PROG}: {type(error).__name__}: {error}\n")
         raise SystemExit(EXIT_FAILURE) from None
+
+
+def _loaded_items(settings: EnvServerSettings) -> Iterator[str]:
+    """For `--dry-run`: loads the tasks and reads their rows, as a start does."""
+    from grpo_env.assembly import open_tasks
+
+    with contextlib.redirect_stdout(io.StringIO()), open_tasks(settings) as tasks:
+        items = len(tasks.training_stream(settings.seed, settings.curriculum))
+    yield f"{items} prompts for training"
 
 
 def _with_made_model(settings: EnvServerSettings) -> EnvServerSettings:

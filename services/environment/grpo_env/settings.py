@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from grpo_core.settings import Mistake, load_settings
 from grpo_core.tree.environment import ACTIONS, EnvironmentOptions
@@ -42,9 +42,16 @@ class EnvServerSettings(EnvironmentOptions):
         return self.wandb_name or short_name(self.task)
 
 
-def load_env_settings(argv: Sequence[str]) -> EnvServerSettings:
-    """Settings of a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(EnvServerSettings, _task_first(argv), at_start=True)
+def load_env_settings(
+    argv: Sequence[str],
+    dry_run_notes: Callable[[EnvServerSettings], Iterable[str]] = lambda _settings: (),
+) -> EnvServerSettings:
+    """Settings of a command line. A mistake ends the process with status 2 and one line.
+
+    Args: dry_run_notes: as of `load_settings`; its errors pass
+    """
+    words = _task_first(argv)
+    return load_settings(EnvServerSettings, words, at_start=True, dry_run_notes=dry_run_notes)
 
 
 def _task_first(argv: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -46,6 +47,7 @@ def _start(kind: type[RunSettings], below: Path | None = None) -> NoReturn:
     settings = load_settings(
         kind, words, at_start=True, below=below, dry_run_notes=command_lines_of_services
     )
+    _require_usable_tasks(settings)
     if settings.starts_all:
         _run(settings, "demo", "run_demo")
     _run(settings, "run", "run_together")
@@ -108,8 +110,21 @@ def _run(settings: CommandSettings, module: str, function: str) -> NoReturn:
 def command_lines_of_services(settings: RunSettings) -> Iterator[str]:
     from grpo_runs.services import command_lines
 
+    _require_usable_tasks(settings)
     yield "Command lines of the services. Each run chooses its own ports:"
     yield from command_lines(settings)
+
+
+def _require_usable_tasks(settings: RunSettings) -> None:
+    """A mistake in the user's code or data ends the command before it starts a server."""
+    from grpo_runs.services import problem_of_tasks
+
+    try:
+        problem = problem_of_tasks(settings)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    if problem:
+        _refuse(settings.command.prog, problem.rstrip())
 
 
 def with_config_of_resumed_run(

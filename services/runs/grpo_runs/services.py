@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from grpo_core.settings.command import URL_VARIABLES
 from grpo_core.settings.machine import SMOLLM2, does_not_answer
 from grpo_core.sockets import no_proxy
 from grpo_core.temporary import temporary_directory
+from grpo_core.tree.environment import PROG
 from grpo_core.tree.sections import (
     ENVIRONMENT,
     RUN_API,
@@ -34,7 +36,7 @@ from grpo_core.tree.sections import (
     given_words,
     url_variables,
 )
-from grpo_runs.defaults import name_of_task
+from grpo_runs.defaults import BY_TASK, name_of_task
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, start_on_screen
@@ -277,21 +279,41 @@ def make_model(stack: Stack, screen: Screen, model: str) -> str:
 
 def command_lines(settings: RunSettings) -> list[str]:
     """One line per service, without secrets. Starts nothing."""
+    return [_shown(service) for service in _not_started(settings)]
+
+
+def problem_of_tasks(settings: RunSettings) -> str | None:
+    """Why an environment would refuse the user's code or data; None if it would not."""
+    for service in _not_started(settings):
+        _, _, module_name, task, *_ = service.command
+        if module_name != MODULES[ENVIRONMENT] or (task in BY_TASK and settings.data is None):
+            continue
+        ended = subprocess.run(
+            [*service.command, "--dry-run"],
+            env=os.environ | service.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if ended.returncode:
+            return ended.stderr.partition(f"{PROG}: ")[2] or ended.stderr
+    return None
+
+
+def _not_started(settings: RunSettings) -> list[Service]:
     run = RunDirectory(settings.resumed or settings.run_dir or RUNS / "new")
     api_port = free_port()
     with HealthProbe() as probe:
         if not settings.starts_all:
             places = Places.of_pair(settings, settings.model, Path("weights.sock"))
-            services = [*servers_of(settings, places, probe), trainer_of(settings, places)]
-        else:
-            redis = redis_url(free_port())
-            ports = [free_port() for _ in range(settings.servers)]
-            teacher_port = free_port() if settings.starts_teacher else 0
-            places = Places.of_run(
-                run, settings.model, api_port, ports, redis, Path("weights.sock"), teacher_port
-            )
-            services = ServiceFactory(settings, run, probe).services(places, api_port)
-    return [_shown(service) for service in services]
+            return [*servers_of(settings, places, probe), trainer_of(settings, places)]
+        redis = redis_url(free_port())
+        ports = [free_port() for _ in range(settings.servers)]
+        teacher_port = free_port() if settings.starts_teacher else 0
+        places = Places.of_run(
+            run, settings.model, api_port, ports, redis, Path("weights.sock"), teacher_port
+        )
+        return ServiceFactory(settings, run, probe).services(places, api_port)
 
 
 def _shown(service: Service) -> str:
