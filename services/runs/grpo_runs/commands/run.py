@@ -99,6 +99,7 @@ def start_together(settings: RunSettings, screen: Screen) -> int:
             code = _pass_on(stop_request, stack.process(TRAINER), settings.stop_grace_s)
             show_log()
         except GrpoError as error:
+            news.repeat()
             return screen.failed(error)
         news.look()
         news.repeat()
