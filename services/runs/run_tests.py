@@ -18,9 +18,11 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from grpo_core.cpu import prepare_cpu
 from grpo_core.evaluation.statistics import mean_at_k, pass_at_k
+from grpo_core.logs import configure_logging
 from grpo_core.tree.objectives import Objective
 from grpo_runs.offline.command_line import words_for_hydra
 from grpo_runs.offline.errors import KeysInvalid
@@ -37,6 +39,7 @@ def run_small(directory: Path, iterations: int, evaluated: int) -> RunFiles:
     from grpo_runs.offline.loop import run_offline
     from grpo_tiny_model.model import ensure_tiny_model
 
+    screen = quiet_screen()
     model = str(ensure_tiny_model())
     keys = OfflineKeys.model_validate(
         {
@@ -46,8 +49,17 @@ def run_small(directory: Path, iterations: int, evaluated: int) -> RunFiles:
             "train": {"iterations": iterations, "lr": 1e-4},
         }
     )
-    run_offline(keys, directory, OfflineScreen())
+    run_offline(keys, directory, screen)
     return RunFiles(directory)
+
+
+def quiet_screen() -> OfflineScreen:
+    """Only warnings are shown."""
+    from transformers.utils.logging import disable_progress_bar
+
+    configure_logging("offline", "WARNING")
+    disable_progress_bar()
+    return OfflineScreen(Console(quiet=True))
 
 
 @cache
@@ -125,7 +137,7 @@ def test_models_and_resuming() -> None:
 
     keys = OfflineKeys.model_validate(resumed_keys(run().path))
     before = len(records())
-    run_offline(keys, run().path, OfflineScreen())
+    run_offline(keys, run().path, quiet_screen())
     assert len(records()) == before
 
 
