@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-import structlog
-
-from grpo_core.clients.inference import BridgeClient, Completion
-from grpo_core.deadline import Deadline
-from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment, Bound
-from grpo_trainer.errors import EngineCrashed
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-
-log = structlog.get_logger()
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -116,93 +105,4 @@ class WeightSync(Protocol):
         """Disconnect from the server. It keeps serving the latest published weights."""
 
 
-PROBE_DEADLINE_S = 30.0
 POLL_S = 0.1
-TOLERATED_CRASHES = 1
-"""Anything may end an engine once. If it crashes again, the request is the likely cause."""
-
-
-class CheckedServer:
-    """A vllm-server that receives the requests of checks, which are repeated while its engine
-    restarts."""
-
-    bridge: BridgeClient
-
-    def crashes(self) -> int:
-        """Number of crashes of the engine that are known now."""
-        raise NotImplementedError
-
-    def await_serving(self) -> None:
-        """Wait until the server serves the policy's weights. Raises `LostServer`."""
-        raise NotImplementedError
-
-    def served_logprobs(self, token_ids: list[int]) -> list[float]:
-        """The server's logprobs of token_ids[1:]: [T] → [T-1].
-
-        Raises:
-            ServiceUnavailable: a running server does not answer for 30 s.
-            EngineCrashed: the request crashes the engine.
-            LostServer: the server stopped and did not come back in time.
-        """
-        return self._while_serving(
-            f"the logprobs of {len(token_ids)} tokens",
-            lambda: self.bridge.prompt_logprobs(token_ids),
-        )
-
-    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
-        """Raises the errors of `served_logprobs`."""
-        return self._while_serving(
-            f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
-            lambda: self.bridge.sample(
-                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
-            ),
-        )
-
-    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
-        """Retry until the server answers. The time during which it is down does not count.
-
-        The client of `ask` retries too, so the engine may also have crashed if `ask` succeeds.
-        """
-        self.await_serving()
-        deadline, seen = Deadline(PROBE_DEADLINE_S), self.crashes()
-        most = seen + TOLERATED_CRASHES
-        while True:
-            failure = None
-            try:
-                answer = ask()
-            except ServiceUnavailable as error:
-                failure = error
-            known, seen = seen, _noted(request, self.crashes(), seen, most)
-            if failure is None:
-                return answer
-            with deadline.suspended():
-                self.await_serving()
-            seen = _noted(request, self.crashes(), seen, most)
-            if seen > known:
-                deadline = Deadline(PROBE_DEADLINE_S)  # for the new engine
-            elif deadline.has_passed:
-                raise failure
-            time.sleep(POLL_S)
-
-
-def _noted(request: str, crashes: int, seen: int, most: int) -> int:
-    """The number of crashes, which is logged if it rose.
-
-    Raises:
-        EngineCrashed: there are more than `most`.
-    """
-    if crashes > most:
-        raise EngineCrashed(
-            f"the server's engine crashed {crashes - most + TOLERATED_CRASHES} times while the "
-            f"trainer waited for {request}, so this request probably crashes it. Read the lines "
-            "before engine.crashed in the server's log (logs/vllm-server.log of a local run; "
-            "vllm_server.log in --save-path if grpo started the server). Fix the cause, then start "
-            "the trainer again"
-        )
-    if crashes > seen:
-        log.warning(
-            "engine.crashed_during_check",
-            request=request,
-            hint="the trainer repeats the request once; read the server's log",
-        )
-    return crashes

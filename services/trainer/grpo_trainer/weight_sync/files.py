@@ -41,7 +41,30 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _ROUNDS = 3
-"""Of a check: as long as no server answers, each is asked again, four times as patiently."""
+
+
+@dataclass
+class _Rounds:
+    """Of a check: as long as no server answers, each is asked again, four times as patiently.
+    `silent`: did not answer in this round."""
+
+    number: int = 1
+    silent: dict[str, ServerLeft] = field(default_factory=dict)
+
+    def left(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name not in self.silent]
+
+    def again(self, names: Iterable[str]) -> list[str]:
+        """Those that are left; if there are none, the next round begins with all. Raises the error
+        of a server after the last round."""
+        every = [*names]
+        if left := self.left(every):
+            return left
+        if self.number == _ROUNDS:
+            raise self.silent[every[0]].cause from None
+        self.number += 1
+        self.silent.clear()
+        return every
 
 
 @dataclass(eq=False, kw_only=True)
@@ -266,9 +289,7 @@ class FileSync(DirectorySync):
     def _require_served(self, label: str) -> Alignment:
         """Check one of the servers, each in its turn, and those that joined since."""
         assert self._publication is not None, "something was published"
-        serving = self._publication.serving
-        silent: set[str] = set()
-        rounds = 1
+        rounds, serving = _Rounds(), [*self._publication.serving]
         while True:
             turn = self._turn if self._turn in serving else self._next(serving)
             names = {turn, *self.watch.unchecked(serving)}
@@ -276,16 +297,8 @@ class FileSync(DirectorySync):
             try:
                 alignment = self._check.require(self.version, label, servers)
             except ServerLeft as gone:
-                silent.add(gone.name)
-                serving = {n: one for n, one in serving.items() if n not in silent}
-                if not serving:
-                    found = self._published().serving
-                    serving = {n: one for n, one in found.items() if n not in silent}
-                if not serving:
-                    if rounds == _ROUNDS:
-                        raise gone.cause from None
-                    serving, rounds = found, rounds + 1
-                    silent.clear()
+                rounds.silent[gone.name] = gone
+                serving = rounds.left(serving) or rounds.again(self._published().serving)
                 continue
             for name in names:
                 self.watch.checked(name)
@@ -299,32 +312,25 @@ class FileSync(DirectorySync):
 
     def _at_one(self, ask: Callable[[Server], T]) -> T:
         """The answer of the server whose turn it is, or of another one if it leaves or is late."""
-        silent: dict[str, ServerLeft] = {}
-        rounds = 1
+        rounds = _Rounds()
         while True:
             serving = self.watch.await_serving()
             newest = max(one.version for one in serving.values())
-            names = [name for name, one in serving.items() if one.version == newest]
-            others = [name for name in names if name not in silent]
-            if not others:
-                if rounds == _ROUNDS:
-                    raise silent[names[0]].cause
-                others, rounds = names, rounds + 1
-                silent.clear()
-            if self._turn not in others:
-                self._turn = self._next(others)
+            names = rounds.again(name for name, one in serving.items() if one.version == newest)
+            if self._turn not in names:
+                self._turn = self._next(names)
             try:
                 return ask(self._probe(self._turn, rounds))
             except ServerLeft as gone:
-                silent[gone.name] = gone
+                rounds.silent[gone.name] = gone
 
     def _next(self, names: Iterable[str]) -> str:
         """The name after the last one whose turn it was."""
         ordered = sorted(names)
         return next((name for name in ordered if name > self._turn), ordered[0])
 
-    def _probe(self, name: str, rounds: int) -> ServerProbe:
-        patience_s = self.publisher.wait_s * 4 ** (rounds - 1)
+    def _probe(self, name: str, rounds: _Rounds) -> ServerProbe:
+        patience_s = self.publisher.wait_s * 4 ** (rounds.number - 1)
         return ServerProbe(name, self._client(name), self.watch, patience_s)
 
     def _client(self, name: str) -> BridgeClient:

@@ -1,25 +1,119 @@
-"""Sends the requests of the trainer's checks to one of several inference servers."""
+"""Sends the requests of the trainer's checks to an inference server, and repeats them while its
+engine restarts."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import structlog
 
-from grpo_core.clients.inference import BridgeClient
+from grpo_core.clients.inference import BridgeClient, Completion
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.weights.servers import REPORT_EVERY_S
 from grpo_trainer.errors import EngineCrashed
-from grpo_trainer.weight_sync.base import POLL_S, CheckedServer
+from grpo_trainer.weight_sync.base import POLL_S
 from grpo_trainer.weight_sync.servers import ServerWatch
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
+
+PROBE_DEADLINE_S = 30.0
+TOLERATED_CRASHES = 1
+"""Anything may end an engine once. If it crashes again, the request is the likely cause."""
+
+
+class CheckedServer:
+    """A vllm-server that receives the requests of checks."""
+
+    bridge: BridgeClient
+
+    def crashes(self) -> int:
+        """Number of crashes of the engine that are known now."""
+        raise NotImplementedError
+
+    def await_serving(self) -> None:
+        """Wait until the server serves the policy's weights. Raises `LostServer`."""
+        raise NotImplementedError
+
+    def answer(self, send: Callable[[], T]) -> T:
+        return send()
+
+    def served_logprobs(self, token_ids: list[int]) -> list[float]:
+        """The server's logprobs of token_ids[1:]: [T] → [T-1]. Raises the errors of `ask`."""
+        request = f"the logprobs of {len(token_ids)} tokens"
+        return self.ask(request, lambda: self.bridge.prompt_logprobs(token_ids))
+
+    def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
+        """Raises the errors of `ask`."""
+        return self.ask(
+            f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
+            lambda: self.bridge.sample(
+                prompt_token_ids, max_tokens=max_tokens, temperature=1.0, ignore_eos=True
+            ),
+        )
+
+    def ask(self, request: str, send: Callable[[], T]) -> T:
+        """Repeat a request until the server answers. The time during which it is down does not
+        count.
+
+        Args:
+            request: what is asked for, in messages
+            send: retries too, for a few seconds, so the engine may also have crashed if it succeeds
+
+        Raises:
+            ServiceUnavailable: a running server does not answer for 30 s.
+            EngineCrashed: the request crashes the engine.
+            LostServer: the server stopped and did not come back in time.
+        """
+        self.await_serving()
+        deadline, seen = Deadline(PROBE_DEADLINE_S), self.crashes()
+        most = seen + TOLERATED_CRASHES
+        while True:
+            failure = None
+            try:
+                answer = self.answer(send)
+            except ServiceUnavailable as error:
+                failure = error
+            known, seen = seen, _noted(request, self.crashes(), seen, most)
+            if failure is None:
+                return answer
+            with deadline.suspended():
+                self.await_serving()
+            seen = _noted(request, self.crashes(), seen, most)
+            if seen > known:
+                deadline = Deadline(PROBE_DEADLINE_S)  # for the new engine
+            elif deadline.has_passed:
+                raise failure
+            time.sleep(POLL_S)
+
+
+def _noted(request: str, crashes: int, seen: int, most: int) -> int:
+    """The number of crashes, which is logged if it rose.
+
+    Raises:
+        EngineCrashed: there are more than `most`.
+    """
+    if crashes > most:
+        raise EngineCrashed(
+            f"the server's engine crashed {crashes - most + TOLERATED_CRASHES} times while the "
+            f"trainer waited for {request}, so this request probably crashes it. Read the lines "
+            "before engine.crashed in the server's log (logs/vllm-server.log of a local run; "
+            "vllm_server.log in --save-path if grpo started the server). Fix the cause, then start "
+            "the trainer again"
+        )
+    if crashes > seen:
+        log.warning(
+            "engine.crashed_during_check",
+            request=request,
+            hint="the trainer repeats the request once; read the server's log",
+        )
+    return crashes
 
 
 class ServerLeft(GrpoError):
@@ -69,24 +163,25 @@ class ServerProbe(CheckedServer):
                 raise self._silent(None)
             self._watch.sleep(POLL_S)
 
-    def _while_serving(self, request: str, ask: Callable[[], T]) -> T:
+    def ask(self, request: str, send: Callable[[], T]) -> T:
+        """Raises `ServerLeft` too: instead of the errors of one server, if another one serves."""
         self._patience = Deadline(self._patience_s, self._watch.clock)
         try:
-            return super()._while_serving(request, lambda: self._unless_gone(ask))
+            return super().ask(request, send)
         except (ServiceUnavailable, EngineCrashed) as error:
             if not self._others_serve():
                 raise
             raise self._silent(error) from error
 
-    def _unless_gone(self, ask: Callable[[], T]) -> T:
-        """The answer. A process that was stopped accepts requests and never answers, so they are
-        sent in a thread. Raises `ServerLeft` if the server is gone meanwhile, or takes too long
-        while others serve."""
+    def answer(self, send: Callable[[], T]) -> T:
+        """A process that was stopped accepts requests and never answers, so they are sent in a
+        thread. Raises `ServerLeft` if the server is gone meanwhile, or takes too long while others
+        serve."""
         answer: Future[T] = Future()
 
         def work() -> None:
             try:
-                answer.set_result(ask())
+                answer.set_result(send())
             except Exception as error:  # noqa: BLE001 - the other thread raises it
                 answer.set_exception(error)
 

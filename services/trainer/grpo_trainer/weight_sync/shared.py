@@ -26,7 +26,8 @@ from grpo_trainer.model.loading import TrainedWeights, import_architecture
 from grpo_trainer.model.policy import CausalLM, frozen_checksum
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.attachment import RETURN_POLL_S, ServerConnection
-from grpo_trainer.weight_sync.base import CheckedServer, Published
+from grpo_trainer.weight_sync.base import Published
+from grpo_trainer.weight_sync.probe import CheckedServer
 from grpo_trainer.weight_sync.shared_memory import (
     MappedWeights,
     build_policy,

@@ -32,7 +32,7 @@ from grpo_trainer.errors import EngineCrashed, PolicyMismatch, ServedWeightsDiff
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync import base, probe, publisher, servers
+from grpo_trainer.weight_sync import probe, publisher, servers
 from grpo_trainer.weight_sync.base import Incidents
 from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
@@ -187,7 +187,7 @@ class Bench:
 def bench(
     redis_url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Bench]]:
-    for module in (base, probe, publisher, servers):
+    for module in (probe, publisher, servers):
         monkeypatch.setattr(module, "POLL_S", 0.01)
     monkeypatch.setattr(probe, "REPORT_EVERY_S", 0.05)
     with ExitStack() as stack:
@@ -419,7 +419,7 @@ def test_if_the_only_server_with_a_version_leaves_the_trainer_waits_for_the_next
 def test_a_server_that_never_answers_does_not_end_the_run_while_another_serves(
     bench: NewBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "PROBE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(probe, "PROBE_DEADLINE_S", 0.0)
     rig = bench("none", "a", "b")
     with rig.trainer(nodes=2) as sync:
         optimizer = begun(sync)
@@ -532,7 +532,7 @@ def test_an_engine_that_is_killed_once_during_a_request_is_logged(
 ) -> None:
     """The client repeats a lost request by itself, so that the crash may not be seen as a failure.
     A request that waits for a slow start still gets its second chance."""
-    monkeypatch.setattr(base, "PROBE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(probe, "PROBE_DEADLINE_S", 0.0)
     rig = bench("restart")
     with rig.trainer() as sync:
         optimizer = begun(sync)
@@ -547,7 +547,7 @@ def test_an_engine_that_is_killed_once_during_a_request_is_logged(
 def test_a_server_that_serves_without_an_answer_is_unavailable(
     bench: NewBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "PROBE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(probe, "PROBE_DEADLINE_S", 0.0)
     rig = bench("none")
     with rig.trainer() as sync:
         optimizer = begun(sync)

@@ -17,7 +17,7 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.errors import EngineCrashed, ServedWeightsDiffer, TornWeights
-from grpo_trainer.weight_sync import base
+from grpo_trainer.weight_sync import probe
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.build import build_weight_sync
 from grpo_trainer.weight_sync.shared import SharedVllm, _usable_after
@@ -154,7 +154,7 @@ def test_a_trainer_whose_lease_is_over_asks_before_it_writes_on() -> None:
 def test_a_check_that_crashes_the_engine_twice_ends_the_run(
     crashes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "POLL_S", 0.0)
+    monkeypatch.setattr(probe, "POLL_S", 0.0)
     held, left, returned = LostAttachment(), crashes, 0
 
     def prompt_logprobs(_tokens: list[int]) -> list[float]:
