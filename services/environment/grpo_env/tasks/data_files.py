@@ -152,9 +152,10 @@ def _csv_records(path: Path, text: str) -> Iterator[Record]:
             raise DataUnusable(f"{path} has several columns with the name {', '.join(repeated)}")
         for cells in filter(None, rows):
             if len(cells) != len(names):
+                has = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
                 raise DataUnusable(
-                    f"{path} line {rows.line_num} has {len(cells)} cells, and the first line names "
-                    f"{len(names)} columns; put a cell with a comma between double quotes"
+                    f"{path} line {rows.line_num} has {has}, and the first line names {len(names)} "
+                    "columns; put a cell with a comma between double quotes"
                 )
             yield Record(f"{path} line {rows.line_num}", dict(zip(names, cells, strict=True)))
     except csv.Error as error:

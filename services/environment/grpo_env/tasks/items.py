@@ -15,13 +15,12 @@ import structlog
 from grpo_env.tasks.curriculum import Rule
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.draws import DrawNumbers
+from grpo_env.tasks.rows import each_once, no_column
 from grpo_env.tasks.task import Row, Task
 from grpo_env.tasks.tool_calls import Message
 from grpo_env.tasks.weighted_items import TaskState, WeightedItems
 
 log = structlog.get_logger()
-
-_MAX_PROBLEMS_LISTED = 10
 
 Prompt = str | Sequence[Message]
 
@@ -85,8 +84,8 @@ def training_items(task: Task) -> list[Item]:
     kept = [item for item in items if not is_held_out(item.key, task.held_out)]
     if not kept:
         raise DataUnusable(
-            f"task {task.name}: all {len(items)} rows are held out for evaluation; give more rows, "
-            "or pass --held-out 0 or --eval-data"
+            f"task {task.name}: every row is held out for evaluation; give more rows than "
+            f"{len(items)}, or pass --held-out 0 or --eval-data"
         )
     if len(kept) < len(items):
         log.info(
@@ -129,7 +128,7 @@ def evaluation_items(task: Task) -> list[Item]:
 
 def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
     found: list[Item] = []
-    wrong: list[str] = []
+    wrong: list[tuple[str, str]] = []
     options = task.options
     data = (kind == "evaluation" and options.eval_data) or options.data
     source = f" of {data}" if data else ""
@@ -140,14 +139,13 @@ def _items(task: Task, rows: Iterable[Row], kind: str) -> list[Item]:
                 raise ValueError("a conversation needs messages as its prompt, not a text")
             found.append(Item(task, row, prompt, place=f"{kind} row {number}{source}"))
         except KeyError as error:
-            wrong.append(f"row {number}: no column {error}")
+            wrong.append((f"row {number}", no_column("".join(map(str, error.args)), row)))
         except ValueError as error:
-            wrong.append(f"row {number}: {error}")
+            wrong.append((f"row {number}", str(error)))
     if wrong:
-        listed = "\n".join(wrong[:_MAX_PROBLEMS_LISTED])
         raise DataUnusable(
             f"task {task.name}: {len(wrong)} of {len(wrong) + len(found)} {kind} rows{source} "
-            f"cannot be used:\n{listed}"
+            f"cannot be used:\n{each_once(wrong, options.columns)}"
         )
     if not found:
         raise DataUnusable(f"task {task.name}: the {kind} data has no rows")

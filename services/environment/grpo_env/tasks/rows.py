@@ -5,6 +5,8 @@ The right answer may be where other frameworks keep it, and of several types.
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
 import math
 import struct
@@ -194,20 +196,43 @@ def checked_rows(
         DataUnusable: there is no record, or it lists those that cannot be used.
     """
     found: list[Row] = []
-    wrong: list[str] = []
+    wrong: list[tuple[str, str]] = []
     for record in records:
         try:
             found.append(convert(_as_written(_renamed(_object(record.content), columns or {}))))
         except ValueError as error:
-            wrong.append(f"{record.place}: {error}")
+            wrong.append((record.place, str(error)))
     if wrong:
-        listed = "\n".join(wrong[:_MAX_PROBLEMS_LISTED])
         raise DataUnusable(
-            f"{source}: {len(wrong)} of {len(wrong) + len(found)} rows are invalid:\n{listed}"
+            f"{source}: {len(wrong)} of {len(wrong) + len(found)} rows are invalid:\n"
+            f"{each_once(wrong, columns or {})}"
         )
     if not found:
         raise DataUnusable(f"{source} contains no rows")
     return found
+
+
+def each_once(wrong: Iterable[tuple[str, str]], columns: Mapping[str, str]) -> str:
+    """A line for each problem, with its first row. Columns have the names that the data give them.
+
+    Args: wrong: place and problem of each row
+    """
+    places: dict[str, list[str]] = {}
+    for place, problem in wrong:
+        for ours, theirs in columns.items():
+            problem = problem.replace(f"column {ours!r}", f"column {theirs!r}")
+        places.setdefault(problem, []).append(place)
+    lines = (
+        f"{first}{f' and {len(more)} more' if more else ''}: {problem}"
+        for problem, (first, *more) in places.items()
+    )
+    return "\n".join(itertools.islice(lines, _MAX_PROBLEMS_LISTED))
+
+
+def no_column(name: str, row: Row) -> str:
+    near = difflib.get_close_matches(name, row, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"no column {name!r}; the row has {', '.join(row) or 'none'}{hint}"
 
 
 def messages_of(row: Row, system_prompt: str | None) -> list[Message]:
@@ -227,13 +252,17 @@ def conversation_of(row: Row) -> tuple[str, list[Message]]:
     Raises:
         ValueError: as `messages_of`
     """
-    column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
-    if column is None:
-        raise ValueError(
-            f"no column for the prompt; expected one of {', '.join(PROMPT_COLUMNS)}, found "
-            f"{', '.join(row) or 'none'}; name it with --columns prompt=COLUMN"
-        )
-    return column, as_messages(column, row[column])
+    present = [name for name in PROMPT_COLUMNS if name in row]
+    column = next((name for name in present if row[name] is not None), None)
+    if column is not None:
+        return column, as_messages(column, row[column])
+    if present:
+        raise ValueError(f"the column {present[0]!r} is null")
+    near = [name for name in row if difflib.get_close_matches(name, PROMPT_COLUMNS, cutoff=0.8)]
+    raise ValueError(
+        f"no column for the prompt; expected one of {', '.join(PROMPT_COLUMNS)}, found "
+        f"{', '.join(row) or 'none'}; name it with --columns prompt={(near or ['COLUMN'])[0]}"
+    )
 
 
 def with_system_prompt(
@@ -329,11 +358,9 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ValueError: the row lacks a column.
     """
-    missing = sorted(set(columns.values()) - set(row))
-    if missing:
-        raise ValueError(
-            f"no column {', '.join(map(repr, missing))}; the row has {', '.join(row) or 'none'}"
-        )
+    for name in columns.values():
+        if name not in row:
+            raise ValueError(no_column(name, row))
     found = {**row, **{ours: row[theirs] for ours, theirs in columns.items()}}
     holders = (found, ANSWER), (found.get("reward_model"), _RIGHT), (found, _RIGHT)
     for holder, key in holders:

@@ -171,6 +171,8 @@ BAD_FILES = [
     ("rows.jsonl", "", "contains no rows"),
     ("rows.jsonl", '{"answer": "7"}', "line 1: no column 'q'; the row has answer"),
     ("rows.jsonl", '{"q": "half of \\ud83d"}', "line 1: .*ud83d.*, which is half of a character"),
+    ("rows.jsonl", '{"qq": 1}', "no column 'q'; the row has qq; did you mean qq"),
+    ("rows.csv", "a,b\n1\n", "line 2 has 1 cell, and the first line names 2 columns"),
     ("rows.csv", "a,a\n1,2\n", "several columns with the name a"),
     ("rows.csv", "a,b\n1,2\n1,2,3\n", "line 3 has 3 cells, and the first line names 2 columns"),
     ("rows.csv", 'a,b\n1,"2\n', "line 2 is not CSV: unexpected end of data"),
@@ -241,10 +243,28 @@ def prompts(path: Path, *rows: Any) -> list[Any]:
     return [item.prompt for item in all_items(task)]
 
 
+def test_a_mistake_of_many_rows_is_told_once_with_the_column_of_the_file(tmp_path: Path) -> None:
+    rows = [{"instruction": ""}, {"instruction": "3+4="}, {"instruction": ""}, {"instruction": 3}]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    task = Rewardless(TaskOptions(data=path, columns={"prompt": "instruction"}))
+    with pytest.raises(DataUnusable) as failure:
+        all_items(task)
+    assert str(failure.value).splitlines()[1:] == [
+        "row 1 and 1 more: the column 'instruction' is empty",
+        "row 4: the column 'instruction' holds neither a text nor a list of messages",
+    ]
+
+
+def test_a_column_whose_name_is_nearly_that_of_the_prompt_is_suggested(tmp_path: Path) -> None:
+    with pytest.raises(DataUnusable, match=r"found id, promt; name it with --columns prompt=promt"):
+        prompts(tmp_path, {"id": 1, "promt": "3+4="})
+
+
 BEGUN = {"role": "assistant", "content": "<think>\n"}
 GOLD = {"role": "assistant", "content": "So \\boxed{7}"}
 REFUSED_PROMPTS = [
     ({"prompt": ""}, "'prompt' is empty"),
+    ({"prompt": None}, "'prompt' is null"),
     ({"prompt": []}, "holds neither a text nor a list of messages"),
     ({"prompt": [{"content": "x"}]}, "message 0 has no role"),
     ({"prompt": [{"role": "user"}]}, "message 0 has no text as its content"),
