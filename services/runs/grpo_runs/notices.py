@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
@@ -17,7 +18,7 @@ from grpo_core.redis.url import known_password
 from grpo_core.security import plain
 from grpo_runs.measures import MeasuresReader
 from grpo_runs.notify import Notification, Notifier, secrets_of
-from grpo_runs.process.stack import StopRequested
+from grpo_runs.process.stack import StopRequested, warn
 from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import RunDirectory
@@ -30,12 +31,12 @@ LOOK_EVERY_S = 5.0
 
 
 def notifier_of(
-    settings: RunSettings, screen: Screen, redis_password: str | None = None
+    settings: RunSettings, warn: Callable[[str], None], redis_password: str | None = None
 ) -> Notifier:
     held = [plain(value) for name, value in settings if _is_secret(name, value)]
     secrets = secrets_of(os.environ, *held, redis_password)
     targets = {"end": settings.on_end, "alert": settings.on_alert}
-    return Notifier(targets, screen.warning, secrets)
+    return Notifier(targets, warn, secrets)
 
 
 def _is_secret(option: str, value: object) -> bool:
@@ -49,7 +50,8 @@ class RunNotices:
     def __init__(self, settings: RunSettings, run: RunDirectory, screen: Screen) -> None:
         self._settings = settings
         self._run = run
-        self._notifier = notifier_of(settings, screen, known_password(run.redis))
+        shown = partial(warn, screen, run.logs, "NotificationFailed")
+        self._notifier = notifier_of(settings, shown, known_password(run.redis))
         self._reader: MeasuresReader | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

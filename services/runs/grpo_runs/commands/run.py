@@ -45,7 +45,7 @@ def run_together(settings: RunSettings, screen: Screen) -> int:
     status = start_together(settings, screen)
     state = "completed" if status == 0 else "stopped" if status > SIGNALLED else "failed"
     run = settings.run_id or default_run_id(settings.port)
-    notifier = notifier_of(settings, screen)
+    notifier = notifier_of(settings, screen.warning)
     notifier.send(
         Notification(
             event="end",

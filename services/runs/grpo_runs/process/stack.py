@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -74,6 +75,8 @@ class StopRequest:
         self.received.append(signal.Signals(number))
 
 
+LAUNCHER = "grpo-run"
+"""Whose warnings and errors are told beside those of the services."""
 STOP_GRACE_S = 10.0
 NAME_WIDTH = 11
 _POLL_S = 0.05
@@ -289,6 +292,17 @@ def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -
         stack.start(services, show)
 
 
+def warn(screen: Screen, logs: Path, event: str, text: str) -> None:
+    """Show a warning of the command that started the run, and write it beside the logs of its
+    services, as they do.
+
+    Args: event: without a dot, or it would be shown again as a service's
+    """
+    screen.warning(text)
+    with (logs / f"{LAUNCHER}.log").open("a") as log:
+        log.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S} [warning  ] {event}   {text}\n")
+
+
 class LostServices:
     """Warns once of each service that has ended while others of its group run."""
 
@@ -302,9 +316,8 @@ class LostServices:
             if name not in self._shown:
                 self._shown.add(name)
                 log = self._stack.process(name).log_path
-                self._screen.warning(
-                    f"{name} ended with {how}; the run goes on with the others; see {log}"
-                )
+                text = f"{name} ended with {how}; the run goes on with the others; see {log}"
+                warn(self._screen, log.parent, "ServiceEnded", text)
 
 
 def describe_failures(failed: Sequence[ManagedProcess]) -> str:

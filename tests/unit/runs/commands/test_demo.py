@@ -210,6 +210,7 @@ def test_a_run_goes_on_without_a_server_that_died(tmp_path: Path) -> None:
     facts = read_record(RunFacts, tmp_path / "run" / "summary.json")
     assert [server.name for server in facts.servers] == ["server-0", "server-2"]
     assert facts.ended_servers == {"server-1": "SIGKILL"}
+    assert facts.warnings == {"grpo-run ServiceEnded": 1}
     summary = facts.summary
     assert (summary.servers_left, summary.repeated_announcements, summary.unanswered_checks) == (
         *(1, 2, 4),
