@@ -6,6 +6,7 @@ import difflib
 import functools
 import os
 import socket
+import ssl
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,14 +59,47 @@ def missing_data(data: str) -> str | None:
     is_file_name = data.removesuffix(".gz").endswith(DATA_FILES)
     if is_file_name and not path.is_dir():
         return f"no such file: {data}"
-    return missing_directory(data)
+    if path.is_dir():
+        return None
+    return missing_directory(data) or _missing_data_set(data)
+
+
+def _missing_data_set(data: str) -> str | None:
+    """The problem of an id that is neither in the hub's cache nor on the hub, also if the hub does
+    not answer: the library `datasets` would fail after half a minute of retries."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        is_known = try_to_load_from_cache(data, "README.md", repo_type="dataset") is not None
+        if not is_known and not constants.HF_HUB_OFFLINE:
+            _ask_hub(f"datasets/{data}")
+    except HFValidationError:
+        return None  # no id; `read_records` names it
+    except OSError as error:
+        is_certificate = isinstance(getattr(error, "reason", None), ssl.SSLError)
+        if getattr(error, "code", 404) in (401, 404) and not is_certificate:  # others may pass
+            return (
+                f"no file or directory {data}, and at {constants.ENDPOINT}: {error}. Check the "
+                "name and the network, or set HF_TOKEN for a private data set"
+            )
+    return None
+
+
+def _ask_hub(path: str) -> None:
+    """Raises `OSError`: it does not answer, or refuses."""
+    from huggingface_hub import constants, get_token
+
+    headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    asked = Request(f"{constants.ENDPOINT}/api/{path}", headers=headers)  # noqa: S310
+    urlopen(asked, timeout=_HUB_S).close()  # noqa: S310
 
 
 @functools.cache
 def missing_on_hub(model: str) -> str | None:
     """The problem of an id that is not in the hub's cache and that the hub refuses. Any other
     answer, or none, is left to the download, which tries several times."""
-    from huggingface_hub import constants, get_token, try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     if model in MADE_HERE:
@@ -74,12 +108,10 @@ def missing_on_hub(model: str) -> str | None:
             f"{model} is made on this machine: run `python -m grpo_tiny_model{flag}`, and name the "
             "directory that it prints"
         )
-    headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
-    asked = Request(f"{constants.ENDPOINT}/api/models/{model}", headers=headers)  # noqa: S310
     try:
         is_known = any(isinstance(try_to_load_from_cache(model, name), str) for name in _OF_MODELS)
         if not is_known and model != TO_BE_MADE and not constants.HF_HUB_OFFLINE:
-            urlopen(asked, timeout=_HUB_S).close()  # noqa: S310
+            _ask_hub(f"models/{model}")
     except HFValidationError:
         return None  # such as owner/name:Q4_K_M, which vLLM takes apart
     except OSError as error:

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from grpo_core.settings.machine import missing_model, missing_on_hub, missing_tokenizer
+from grpo_core.settings.machine import (
+    missing_data,
+    missing_model,
+    missing_on_hub,
+    missing_tokenizer,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,7 @@ def test_files_that_are_not_loaded_may_be_anything(name: str, tmp_path: Path) ->
 
 class _Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/api/models/owner/known" else 404)
+        self.send_response(200 if self.path.endswith("s/owner/known") else 404)
         self.end_headers()
 
     def log_message(self, *_: object) -> None: ...
@@ -92,6 +97,14 @@ def test_a_name_that_the_hub_does_not_have_is_named_before_anything_starts(
 def test_a_hub_that_does_not_answer_is_left_to_the_download(hub: HTTPServer) -> None:
     hub.socket.close()
     assert missing_model("owner/known") is None
+
+
+def test_a_data_set_that_the_hub_does_not_have_or_does_not_give_is_named(hub: HTTPServer) -> None:
+    assert missing_data("owner/known") is None
+    assert "no file or directory owner/knwon, and at http" in (missing_data("owner/knwon") or "")
+    assert missing_data("no id") is None
+    hub.socket.close()
+    assert "Check the name and the network" in (missing_data("owner/known") or "")
 
 
 def test_a_command_that_makes_no_model_tells_how_it_is_made() -> None:
