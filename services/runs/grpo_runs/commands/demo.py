@@ -129,7 +129,7 @@ def command_typed() -> str:
 def _after_a_failure(run: RunDirectory, logs: ServiceLogs) -> list[str]:
     logs.read_new()
     lines = [f"groups: {groups}"] if (groups := groups_text(logs.groups)) else []
-    lines += [f"warnings: {warnings_text(logs.warnings.counts)}"] if logs.warnings else []
+    lines += [f"warnings: {warnings_text(logs.counts)}"] if logs.warnings else []
     lines.append(f"logs of all services: {run.logs}")
     saved, taken = run.newest_checkpoint_step(), len(GrowingFile(run.metrics).new_lines())
     if saved:

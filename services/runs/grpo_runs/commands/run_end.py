@@ -52,7 +52,7 @@ def facts_of(
         ended_servers=trained.ended,
         peak_bytes=peak,
         groups=trained.logs.groups,
-        warnings=trained.logs.warnings.counts,
+        warnings=trained.logs.counts,
     )
 
 

@@ -113,9 +113,7 @@ def _finish(files: RunFiles, screen: OfflineScreen) -> RunResult:
     report = write_report(files)
     screen.lines(lift_lines(files))
     if screen.warned:
-        screen.line(f"warnings: {warnings_text(screen.warned.counts)}")
-    for text in screen.warned.repeated:
-        screen.warning(text)
+        screen.line(f"warnings: {warnings_text(screen.warned)}")
     screen.line(f"model:  {files.model}")
     screen.line(f"curves: {files.plot}")
     screen.line(f"report: {report}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,6 @@ from grpo_runs.offline.key_names import renamed
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.report.steps import HEADER_EVERY_STEPS, Column, cells, optional, titles
 from grpo_runs.screen import Screen
-from grpo_runs.watch.logs import Warned, Warnings
 
 _IDLE = 5e-7
 """Losses smaller than this are rounding: the policy's is 0 on fresh rollouts."""
@@ -37,13 +36,11 @@ class OfflineScreen(Screen):
         super().__init__(out, err)
         self._lines = 0
         self.doing = "loading the model"  # for which a long silence is
-        self.warned = Warnings()
+        self.warned = Counter[str]()
 
     def count(self, _: object, method: str, event: EventDict) -> EventDict:
         """A processor of structlog: counts warnings and errors by event."""
-        if method not in ("debug", "info"):
-            text = " ".join(f"{name}={value}" for name, value in event.items() if name != "event")
-            self.warned.add(Warned(time.time(), "", method, event["event"], text))
+        self.warned.update([event["event"]] if method not in ("debug", "info") else [])
         return event
 
     def iteration(

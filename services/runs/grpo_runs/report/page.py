@@ -57,7 +57,7 @@ def write_report(
     texts = token_texts(rollouts)
     logs = logs or ServiceLogs(run.logs)
     logs.read_new()
-    told = warnings_text(logs.warnings.counts)
+    told = warnings_text(logs.counts)
     warnings = f"Warnings after step {logs_after}" if logs_after else "Warnings"
     path = output or run.report
     write_page(

@@ -22,7 +22,6 @@ _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
 _SERVICE = re.compile(r" ?\bservice=\S+")
 _OF_SEVERAL = ("check.failed", "metric.out_of_range")
 """Events that tell of several things. Each is counted for itself."""
-_SPOIL_A_RUN = ("loss.sign", "rewards.all_equal")
 _SUBJECT = re.compile(r"\b(?:check|metric)=(\S+)")
 _LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
 _IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
@@ -76,34 +75,21 @@ class Sampling:
         return self.time >= began - 1  # logs have whole seconds
 
 
-class Warnings(dict[str, Warned]):
-    """By service and event, and for some also by subject: `trainer check.failed stale`."""
-
-    def add(self, one: Warned) -> None:
-        subjects = _SUBJECT.findall(one.text)[:1] if one.event in _OF_SEVERAL else []
-        name = " ".join(filter(None, [one.service, one.event, *subjects]))
-        self[name] = replace(one, count=self[name].count + 1) if name in self else one
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How often each service warned of what: `{"trainer loss.sign": 1}`."""
-        return {name: one.count for name, one in self.items()}
-
-    @property
-    def repeated(self) -> list[str]:
-        """Those that the end of a run repeats: what was trained is of no use."""
-        return [f"{name}: {one.text}" for name, one in self.items() if one.event in _SPOIL_A_RUN]
-
-
 class ServiceLogs:
     """Follows the logs of a run's directory. Args: directory: it may not exist yet"""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[Path, FollowedFile] = {}
-        self.warnings = Warnings()
+        self.warnings: dict[str, Warned] = {}
+        """By service and event, and for some also by subject: `trainer check.failed stale`."""
         self.sampling: dict[str, Sampling] = {}
         """By name of the environment."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each service warned of what: `{"trainer loss.sign": 1}`."""
+        return {name: one.count for name, one in self.warnings.items()}
 
     @property
     def groups(self) -> dict[str, int]:
@@ -119,7 +105,10 @@ class ServiceLogs:
             lines = (line.decode(errors="replace").rstrip("\n") for line in file.read())
             found += self._of(path.stem, lines)
         for one in sorted(found, key=lambda one: one.time):
-            self.warnings.add(one)
+            subjects = _SUBJECT.findall(one.text)[:1] if one.event in _OF_SEVERAL else []
+            name = " ".join([one.service, one.event, *subjects])
+            before = self.warnings[name].count if name in self.warnings else 0
+            self.warnings[name] = replace(one, count=before + 1)
 
     def _of(self, service: str, lines: Iterable[str]) -> Iterator[Warned]:
         for line in lines:

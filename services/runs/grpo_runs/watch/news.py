@@ -15,6 +15,7 @@ from grpo_runs.watch.services import ENVIRONMENT, ServiceFacts, stage_of
 
 LOOK_EVERY_POLLS = 20
 """Once a second."""
+SPOIL_A_RUN = ("loss.sign", "rewards.all_equal")
 
 
 class ServiceNews:
@@ -54,8 +55,9 @@ class ServiceNews:
 
     def repeat(self) -> None:
         """Show again what spoils a run, at its end."""
-        for text in self.logs.warnings.repeated:
-            self._screen.warning(text)
+        for name, one in self.logs.warnings.items():
+            if one.event in SPOIL_A_RUN:
+                self._screen.warning(f"{name}: {one.text}")
 
     def waited_for(self) -> str:
         """What the trainer and the environments do now."""
