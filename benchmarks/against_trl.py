@@ -5,21 +5,25 @@ Whole loops take turns, each in processes of its own. `benchmarks.train_step` me
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
-from benchmarks.report import host_facts, replace_section, table
-from benchmarks.train_bench.demo import demo_records
-from benchmarks.train_bench.install import TRL_SIDE, trl_python
-from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
+from benchmarks.report import host_facts, publish, spread, table, today
+from benchmarks.train_bench.sides import (
+    Reading,
+    demo_records,
+    goal_of,
+    in_turn,
+    trl_side,
+    values,
+    work_file,
+)
 from benchmarks.train_bench.work import answer, questions
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
@@ -63,38 +67,33 @@ def main() -> None:
     settings = load_settings(TrlBenchSettings, sys.argv[1:])
     configure_logging("bench-trl")
     with tempfile.TemporaryDirectory() as scratch:
-        bench = TrlBench(settings, Path(scratch), trl_python(), ensure_tiny_model())
+        bench = TrlBench(settings, Path(scratch), ensure_tiny_model())
         rows = [bench.loop(loop) for loop in LOOPS]
     heading = ["seconds per step", "TRL", "this project", "ratio", "goal", "our staleness"]
     lines = [*_introduction(settings.rounds), "", *table([heading, *rows])]
-    sys.stdout.write("\n".join([*lines, ""]))
-    if settings.results:
-        replace_section(settings.results, SECTION, lines)
+    publish(SECTION, lines, settings.results)
 
 
 @dataclass(frozen=True)
 class TrlBench:
     settings: TrlBenchSettings
     scratch: Path
-    trl: Path
     tiny: Path
 
     def loop(self, loop: TrlLoop) -> list[str]:
         asked = questions(loop.task, 2000, self.settings.data)
-        file = self._written(
+        work = work_file(
+            self.scratch,
             model=str(self.tiny),
-            directory=str(self.scratch / "trl"),
             questions=asked,
             answers=[answer(loop.task, question) for question in asked],
             sequences=loop.sequences,
             micro_batch=loop.micro_batch,
             longest=loop.longest,
             steps=loop.steps,
+            threads=self.settings.threads,
         )
-        sides = {
-            "trl": lambda: json_of([str(self.trl), str(TRL_SIDE), "loop", str(file)]),
-            "ours": lambda: self._demo(loop),
-        }
+        sides = {"trl": trl_side("loop", work), "ours": lambda: self._demo(loop)}
         found = in_turn(loop.name, self.settings.rounds, sides)
         theirs, ours = (values(found[side], "step_s") for side in ("trl", "ours"))
         ratio = median(theirs) / median(ours)
@@ -112,24 +111,19 @@ class TrlBench:
         flags = ["--steps", str(loop.steps), *loop.flags]
         if loop.task == "gsm8k":
             flags += ["--task", "gsm8k", "--data", str(self.settings.data)]
-        records = demo_records([*flags, "--max-completion-tokens", str(loop.longest)])
+        records = demo_records(*flags, "--max-completion-tokens", str(loop.longest))
         return {
             "step_s": median(r["train/step_time"] for r in records[3:]),
             "staleness": median(r["staleness/mean"] for r in records[3:]),
         }
 
-    def _written(self, **work: Any) -> Path:
-        path = self.scratch / "work.json"
-        path.write_text(json.dumps({**work, "threads": self.settings.threads}))
-        return path
-
 
 def _introduction(rounds: int) -> list[str]:
-    today = datetime.now(UTC).date().isoformat()
     return [
-        f"`make bench-trl` on {today}, {rounds} runs in turn: median (lowest to highest). *ratio* "
-        "is TRL over this project. Both train the same tiny model on the same prompts, with 128 "
-        "completions of at most 8 tokens (sums) or 64 of at most 128 (GSM8K), in groups of 8. A "
+        f"`make bench-trl` on {today()}, {rounds} runs in turn: median (lowest to highest). "
+        "*ratio* is TRL over this project. Both train the same tiny model on the same prompts, "
+        "with 128 completions of at most 8 tokens (sums) or 64 of at most 128 (GSM8K), in groups "
+        "of 8. A "
         "step samples, grades and trains. TRL samples a batch with the weights that it trains; "
         "`grpo-demo` samples the next batch while it trains, so its completions have a staleness. "
         "TRL has the micro-batch size with which it is fastest.",

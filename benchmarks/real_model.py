@@ -7,20 +7,25 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.report import host_facts, replace_section, table
-from benchmarks.train_bench.demo import demo_records
-from benchmarks.train_bench.install import TRL_SIDE, trl_python
-from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
-from benchmarks.train_bench.work import batch, prompt_tokens, questions
-from benchmarks.train_step import advantages
+from benchmarks.report import host_facts, publish, spread, table, today
+from benchmarks.train_bench.sides import (
+    Reading,
+    demo_records,
+    goal_of,
+    in_turn,
+    our_step,
+    trl_side,
+    values,
+    work_file,
+)
+from benchmarks.train_bench.work import advantages, batch, prompt_tokens, questions
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_tiny_model.smollm2 import ensure_smollm2
@@ -63,7 +68,7 @@ def main() -> None:
     if settings.part != "loop" and settings.data is None:
         raise SystemExit("bench-real: --data is missing: the directory of GSM8K, for the step")
     with tempfile.TemporaryDirectory() as scratch:
-        bench = RealBench(settings, Path(scratch), trl_python(), ensure_smollm2())
+        bench = RealBench(settings, Path(scratch), ensure_smollm2())
         if settings.part != "step":
             rows = [bench.loop(loop) for loop in LOOPS]
             _report(settings, LOOP_SECTION, _about_loops(), rows)
@@ -75,14 +80,13 @@ def main() -> None:
 class RealBench:
     settings: RealBenchSettings
     scratch: Path
-    trl: Path
     model: Path
 
     def loop(self, loop: RealLoop) -> list[str]:
         asked = questions("sums", 2000, None)
-        work = self._written(
+        work = work_file(
+            self.scratch,
             model=str(self.model),
-            directory=str(self.scratch / "trl"),
             questions=asked,
             answers=["-"] * len(asked),
             reward="length",
@@ -91,13 +95,11 @@ class RealBench:
             micro_batch=PROMPTS * GROUP_SIZE,
             longest=LONGEST,
             steps=self.settings.steps,
+            threads=self.settings.threads,
         )
         data = self.scratch / "rows.jsonl"
         data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in asked))
-        sides = {
-            "trl": lambda: json_of([str(self.trl), str(TRL_SIDE), "loop", str(work)]),
-            "ours": lambda: self._ours(loop, data),
-        }
+        sides = {"trl": trl_side("loop", work), "ours": lambda: self._ours(loop, data)}
         found = in_turn(loop.mode, self.settings.rounds, sides)
         return _row(loop.mode, "s a step", found, "step_s", loop.goal)
 
@@ -107,9 +109,9 @@ class RealBench:
         vocabulary = AutoConfig.from_pretrained(self.model).vocab_size
         prompts = [prompt_tokens(tokenizer, q) for q in questions("gsm8k", PROMPTS, data)]
         drawn = batch(self.model, vocabulary, prompts, STEP_LONGEST, GROUP_SIZE)
-        work = self._written(
+        work = work_file(
+            self.scratch,
             **asdict(drawn),
-            directory=str(self.scratch / "trl"),
             advantages=advantages(drawn, GROUP_SIZE),
             group_size=GROUP_SIZE,
             sequences=PROMPTS * GROUP_SIZE,
@@ -117,12 +119,9 @@ class RealBench:
             tokens_per_micro_batch=STEP_TOKENS,
             longest=STEP_LONGEST,
             steps=STEP_STEPS,
+            threads=self.settings.threads,
         )
-        ours = [sys.executable, "-m", "benchmarks.train_bench.our_side", str(work)]
-        sides = {
-            "trl": lambda: json_of([str(self.trl), str(TRL_SIDE), "step", str(work)]),
-            "ours": lambda: json_of(ours),
-        }
+        sides = {"trl": trl_side("step", work), "ours": our_step("our_side", work)}
         found = in_turn("step", self.settings.rounds, sides)
         return [
             _row("time", "s", found, "step_s", STEP_GOAL),
@@ -131,21 +130,14 @@ class RealBench:
 
     def _ours(self, loop: RealLoop, data: Path) -> Reading:
         records = demo_records(
-            [
-                *("--model", str(self.model), "--mode", loop.mode),
-                *("--task", f"{REWARD}:reward", "--data", str(data)),
-                *("--batch-size", str(PROMPTS * GROUP_SIZE)),
-                *("--gradient-accumulation-steps", "1", "--group-size", str(GROUP_SIZE)),
-                *("--max-completion-tokens", str(LONGEST), "--eval-every", "0"),
-                *("--steps", str(2 * self.settings.steps)),
-            ]
+            *("--model", str(self.model), "--mode", loop.mode),
+            *("--task", f"{REWARD}:reward", "--data", str(data)),
+            *("--batch-size", str(PROMPTS * GROUP_SIZE)),
+            *("--gradient-accumulation-steps", "1", "--group-size", str(GROUP_SIZE)),
+            *("--max-completion-tokens", str(LONGEST), "--eval-every", "0"),
+            *("--steps", str(2 * self.settings.steps)),
         )[WARM_STEPS:]
         return {"step_s": median(r["train/step_time"] for r in records)}
-
-    def _written(self, **work: Any) -> Path:
-        path = self.scratch / "work.json"
-        path.write_text(json.dumps({**work, "threads": self.settings.threads}))
-        return path
 
 
 def _row(
@@ -162,19 +154,16 @@ def _row(
 
 
 def _report(settings: RealBenchSettings, section: str, about: str, rows: list[list[str]]) -> None:
-    today = datetime.now(UTC).date().isoformat()
     heading = ["", "unit", "TRL", "this project", "TRL over ours", "goal"]
     lines = [
-        f"`make bench-real` on {today}, {settings.rounds} runs in turn: median (lowest to "
+        f"`make bench-real` on {today()}, {settings.rounds} runs in turn: median (lowest to "
         f"highest). {about}",
         "",
         *host_facts(),
         "",
         *table([heading, *rows]),
     ]
-    sys.stdout.write("\n".join([*lines, ""]))
-    if settings.results:
-        replace_section(settings.results, section, lines)
+    publish(section, lines, settings.results)
 
 
 def _about_loops() -> str:

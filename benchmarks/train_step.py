@@ -5,28 +5,38 @@ All sides compute the same loss and gradient norm on the same batch first.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from pydantic import Field
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.report import host_facts, replace_section, table
-from benchmarks.train_bench.install import TRL_SIDE, trl_python
-from benchmarks.train_bench.turns import Reading, goal_of, in_turn, json_of, spread, values
-from benchmarks.train_bench.work import GROUP_SIZE, BatchFile, batch, prompt_tokens, questions
+from benchmarks.report import host_facts, publish, spread, table, today
+from benchmarks.train_bench.sides import (
+    Reading,
+    goal_of,
+    in_turn,
+    our_step,
+    trl_side,
+    values,
+    work_file,
+)
+from benchmarks.train_bench.work import (
+    GROUP_SIZE,
+    BatchFile,
+    advantages,
+    batch,
+    prompt_tokens,
+    questions,
+)
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, load_settings
 from grpo_tiny_model.model import ensure_tiny_model
-from grpo_trainer.advantages import group_std
 
 SECTION = "training step"
 SAME_LOSS, SAME_NORM = 1e-5, 1e-4
@@ -90,13 +100,11 @@ def main() -> None:
     settings = load_settings(StepBenchSettings, sys.argv[1:])
     configure_logging("bench-step")
     with tempfile.TemporaryDirectory() as scratch:
-        bench = StepBench(settings, Path(scratch), trl_python(), ensure_tiny_model())
+        bench = StepBench(settings, Path(scratch), ensure_tiny_model())
         compared = [(step, bench.measured(step)) for step in STEPS]
         growth = [(step, bench.measured(step)) for step in GROWTH]
     lines = [*_introduction(settings), "", *_comparison(compared), "", *_growth_table(growth)]
-    sys.stdout.write("\n".join([*lines, ""]))
-    if settings.results:
-        replace_section(settings.results, SECTION, lines)
+    publish(SECTION, lines, settings.results)
 
 
 Found = Mapping[str, Sequence[Reading]]
@@ -106,33 +114,28 @@ Found = Mapping[str, Sequence[Reading]]
 class StepBench:
     settings: StepBenchSettings
     scratch: Path
-    trl: Path
     tiny: Path
 
     def measured(self, step: Step) -> Found:
         """Raises `SystemExit` if the sides differ in their loss or gradient."""
-        file = self.scratch / "work.json"
         drawn = self._batch(step)
-        work: dict[str, Any] = {
+        work = work_file(
+            self.scratch,
             **asdict(drawn),
-            "directory": str(self.scratch / "trl"),
-            "advantages": advantages(drawn, step.group_size),
-            "group_size": step.group_size,
-            "sequences": len(drawn.prompts),
-            "micro_batch": min(step.micro_batch, len(drawn.prompts)),
-            "tokens_per_micro_batch": step.tokens,
-            "longest": step.longest,
-            "steps": step.steps,
-            "threads": self.settings.threads,
+            advantages=advantages(drawn, step.group_size),
+            group_size=step.group_size,
+            sequences=len(drawn.prompts),
+            micro_batch=min(step.micro_batch, len(drawn.prompts)),
+            tokens_per_micro_batch=step.tokens,
+            longest=step.longest,
+            steps=step.steps,
+            threads=self.settings.threads,
+        )
+        sides = {
+            TRL: trl_side("step", work),
+            ARCHIVED: our_step("archived_side", work),
+            OURS: our_step("our_side", work),
         }
-        file.write_text(json.dumps(work))
-        module = [sys.executable, "-m"]
-        commands = {
-            TRL: [str(self.trl), str(TRL_SIDE), "step", str(file)],
-            ARCHIVED: [*module, "benchmarks.train_bench.archived_side", str(file)],
-            OURS: [*module, "benchmarks.train_bench.our_side", str(file)],
-        }
-        sides = {name: lambda c=command: json_of(c) for name, command in commands.items()}
         found = in_turn(step.name, self.settings.rounds, sides)
         readings = [reading for of_side in found.values() for reading in of_side]
         losses, norms = ([reading[key] for reading in readings] for key in ("loss", "norm"))
@@ -165,12 +168,6 @@ class StepBench:
             Qwen2ForCausalLM(config).save_pretrained(directory)
             AutoTokenizer.from_pretrained(self.tiny).save_pretrained(directory)
         return directory
-
-
-def advantages(drawn: BatchFile, group_size: int) -> list[float]:
-    scores = torch.tensor(drawn.scores).view(-1, group_size)
-    found: list[float] = torch.cat(group_std(list(scores))).tolist()
-    return found
 
 
 def _comparison(measured: Sequence[tuple[Step, Found]]) -> Iterator[str]:
@@ -217,9 +214,8 @@ def _row(
 
 
 def _introduction(settings: StepBenchSettings) -> list[str]:
-    today = datetime.now(UTC).date().isoformat()
     return [
-        f"`make bench-step` on {today}, {settings.rounds} runs in turn, {settings.threads} "
+        f"`make bench-step` on {today()}, {settings.rounds} runs in turn, {settings.threads} "
         "threads: median (lowest to highest). A step is forward pass, backward pass and update on "
         "one batch of random completions, in float32. All sides have the same loss (1e-5) and "
         "gradient norm (1e-4) first. Memory is the peak beside the model's weights. TRL and the "

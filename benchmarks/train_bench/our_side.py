@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from benchmarks.train_bench.memory import PeakMemory
+from benchmarks.train_bench.timed_steps import PeakMemory
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import ForwardOptions
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB

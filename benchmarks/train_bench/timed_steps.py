@@ -5,15 +5,32 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
-    from benchmarks.train_bench.memory import PeakMemory
-except ModuleNotFoundError:  # TRL's interpreter runs a script beside this file
-    from memory import PeakMemory  # type: ignore[import-not-found,no-redef]
+_RESET_PEAK = "5"
+
+
+class PeakMemory:
+    """Growth of the resident memory, from here to its highest, without the model's weights."""
+
+    def __init__(self, model: Any) -> None:
+        for parameter in model.parameters():  # loaded when they are first read
+            parameter.detach().sum()
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        self._before = _status("VmRSS")
+
+    def bytes(self) -> int:
+        return _status("VmHWM") - self._before
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (value,) = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return 1024 * int(value)
 
 
 def timed_steps(model: Any, losses: Sequence[Callable[[], Tensor]], steps: int) -> dict[str, Any]:

@@ -6,12 +6,14 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from grpo_trainer.advantages import group_std
 
 GROUP_SIZE = 8
 
@@ -25,9 +27,6 @@ class BatchFile:
     completions: list[list[int]]
     scores: list[float]
     logprobs: list[list[float]]  # the model's, of each completion's tokens
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
 
 
 def questions(task: str, count: int, data: Path | None, seed: int = 0) -> list[str]:
@@ -63,6 +62,12 @@ def batch(
         scores=[float(drawn.random() < 0.5) for _ in rows],
         logprobs=_logprobs(model, rows, completions),
     )
+
+
+def advantages(drawn: BatchFile, group_size: int) -> list[float]:
+    scores = torch.tensor(drawn.scores).view(-1, group_size)
+    found: list[float] = torch.cat(group_std(list(scores))).tolist()
+    return found
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train_bench.install import trl_python
+from benchmarks.train_bench.sides import trl_python
 from grpo_tiny_model.model import ensure_tiny_model
 from tests.silent_faults.producer import SUMS
 
