@@ -1,16 +1,5 @@
-"""The HTTP interface of `grpo-watch`: the live page, and what it asks for. All answers are JSON.
-
-GET /                                  the page
-GET /api/runs                          the runs: id, name, title, state, step, steps
-GET /api/runs/{id}                     title, facts, special token ids, settings
-GET /api/runs/{id}/curves?x=&points=   curves by step, time or tokens, thinned to `points`
-GET /api/runs/{id}/steps?kind=         the steps that have rollouts; of a kind: not trained on
-GET /api/runs/{id}/steps/{step}?kind=  the rollouts of a step
-GET /api/runs/{id}/steps/{step}/origin?group=&index=   which weights sampled a completion
-GET /api/differences?run=&run=         settings that differ
-GET /api/events?run=&run=              server-sent events: state, points, and evaluations, after
-                                       which the page asks for the curves again
-"""
+"""The HTTP interface of `grpo-watch`: the live page, and what it asks for. docs/how-to/watch.md has
+its routes and fields."""
 
 from __future__ import annotations
 
@@ -37,7 +26,7 @@ from grpo_core.rollouts.page.live import live_document
 from grpo_core.rollouts.page.token_texts import TokenTexts
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_core.security import SameSiteOnly
-from grpo_runs.report.page import config_of, facts_of, title_of, token_texts
+from grpo_runs.report.page import facts_of, title_of, token_texts
 from grpo_runs.watch.access import TokenCookie
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.metrics_log import Axis, Row
@@ -109,7 +98,7 @@ def watch_app(
 
     @app.get("/api/differences")
     def differences(run: Chosen) -> dict[str, Any]:
-        return different_settings({id: _settings(named(id)) for id in run})
+        return different_settings({id: named(id).settings() for id in run})
 
     @app.get("/api/events")
     async def events(run: Chosen) -> EventSourceResponse:
@@ -167,13 +156,13 @@ def _points(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
 
 
 def _listed(live: LiveRun) -> dict[str, Any]:
-    about = {"id": live.id, "name": live.name, "title": title_of(_settings(live))}
+    about = {"id": live.id, "name": live.name, "title": title_of(live.settings())}
     return about | live.listed()
 
 
 def _about(live: LiveRun) -> dict[str, Any]:
     live.read_files()
-    settings, texts = _settings(live), _texts(live)
+    settings, texts = live.settings(), _texts(live)
     rewards = [(row.step, row.values[REWARD]) for row in live.log.rows if REWARD in row.values]
     facts: Mapping[str, str] = {}
     with suppress(GrpoError):  # the name of the run cannot be read
@@ -267,13 +256,6 @@ def _texts(live: LiveRun) -> TokenTexts | None:
         return token_texts(live.run.rollouts or live.run.path / ROLLOUTS)
     except (OSError, GrpoError):
         return None
-
-
-def _settings(live: LiveRun) -> dict[str, Any]:
-    try:
-        return dict(config_of(live.run))
-    except (OSError, GrpoError):
-        return {}
 
 
 def different_settings(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -23,14 +23,17 @@ from grpo_core.rollouts.files import steps_in
 from grpo_core.rollouts.page.encode import Point
 from grpo_core.rollouts.record import printable
 from grpo_runs.measures import MeasuresReader
+from grpo_runs.process.stack import LAUNCHER
 from grpo_runs.report.curricula import pool_curves
 from grpo_runs.report.evaluations import Evaluations
+from grpo_runs.report.page import config_of
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
-from grpo_runs.watch.logs import ServiceLogs, Warned
+from grpo_runs.watch.logs import DROPPED, SENT, ServiceLogs, Warned
 from grpo_runs.watch.metrics_log import PARTS, MetricsLog, Row
 from grpo_runs.watch.run_api import RunApi
 from grpo_runs.watch.services import (
+    STAGES,
     MemorySample,
     Runner,
     ServiceFacts,
@@ -95,6 +98,13 @@ class LiveRun:
             return self.run.run_id
         return self.id
 
+    def settings(self) -> dict[str, Any]:
+        """By option; empty if they are not known."""
+        try:
+            return dict(config_of(self.run))
+        except (OSError, GrpoError):
+            return {}
+
     def state(self) -> dict[str, Any]:
         """What the event `state` of the page holds. Reads what is new, if the last time was not
         just now."""
@@ -106,7 +116,7 @@ class LiveRun:
             return self._state
 
     def listed(self) -> dict[str, Any]:
-        """State, step and steps, from the end of the metrics file: a run that nobody looks at is
+        """State and step from the end of the metrics file, and steps: a run that nobody looks at is
         not read."""
         lines = [*FollowedFile(self.run.metrics, TAIL_BYTES).read()]
         step, steps = 0, None
@@ -114,7 +124,8 @@ class LiveRun:
             newest = Progress.model_validate_json(lines[-1])
             step, steps = newest.step, newest.steps
         runner = Runner.read(self.run.services)
-        return {"state": self._word(runner, step, steps), "step": step, "steps": steps}
+        word = self._word(runner, step, steps)
+        return {"state": word, "step": step, "steps": steps or self.settings().get("steps")}
 
     def read_files(self) -> MetricsLog:
         """Read the new steps alone, without asking run-api, which may take seconds to answer."""
@@ -191,7 +202,7 @@ class LiveRun:
             "run": self.id,
             "state": state,
             "step": step,
-            "steps": steps,
+            "steps": steps or self.settings().get("steps"),
             "services": self._services(runner, api),
             "times": self._time_of_steps(),
             "queue": api["queue"],
@@ -215,14 +226,16 @@ class LiveRun:
             if runner.end:
                 return runner.end
             if runner.is_alive:
-                return "training" if step and self._has_begun(runner) else "starting"
+                return self._while_alive(runner, step)
             return "killed"
         return "completed" if steps and step >= steps else "not running, or not started here"
 
-    def _has_begun(self, runner: Runner) -> bool:
-        """Whether the trainer takes steps, and not yet loads what it resumes from."""
+    def _while_alive(self, runner: Runner, step: int) -> str:
+        """Before the first step what the trainer does. It may still load what it resumes from."""
         stage = stage_of(self.run)
-        return stage is None or is_stage_of(stage, runner.services)
+        if stage is not None and not is_stage_of(stage, runner.services):
+            return "starting"
+        return "training" if step else STAGES.get(stage.stage, stage.stage) if stage else "starting"
 
     def _services(self, runner: Runner | None, api: Mapping[str, Any]) -> list[dict[str, Any]]:
         facts = ServiceFacts(
@@ -253,22 +266,22 @@ class LiveRun:
             reader = MeasuresReader(self.run, url, self._token, self._clock)
             self._api = url, RunApi(url, self._token), reader
         _, api, reader = self._api
-        status = api.status()
+        status, measures = api.status(), reader.read()
+        alerts = self._firing(measures, now)
         if status is None:
             self._api_away_since = self._api_away_since or now
-            return {"queue": None, "servers": [], "alerts": self._firing(reader.read(), now)}
+            return {"queue": None, "servers": [], "alerts": alerts}
         self._api_away_since = None
-        measures = reader.read()
+        groups = self._logs.groups
         queue = {
             "groups_in_the_queue": status["queue_size"],
             "age_of_the_oldest_in_s": measures.oldest_queued_group_s,
             "refused_groups": status.get("refused_groups"),
+            "submitted_groups": groups[SENT],
+            "groups_dropped_for_equal_scores": groups[DROPPED],
         }
-        return {
-            "queue": {name: value for name, value in queue.items() if value is not None},
-            "servers": api.servers(),
-            "alerts": self._firing(measures, now),
-        }
+        known = {name: value for name, value in queue.items() if value is not None}
+        return {"queue": known, "servers": api.servers(), "alerts": alerts}
 
     def _firing(self, measures: Measures, now: float) -> list[dict[str, Any]]:
         return [
@@ -319,7 +332,7 @@ def _error_of(runner: Runner | None) -> list[dict[str, Any]]:
     if runner is None or not runner.error:
         return []
     event, _, text = runner.error.partition(": ")
-    return [Warned(runner.ended_at, "grpo-run", "error", event, printable(text)).shown()]
+    return [Warned(runner.ended_at, LAUNCHER, "error", event, printable(text)).shown()]
 
 
 def duration(seconds: float) -> str:

@@ -228,9 +228,12 @@ class ServiceFacts:
             return self._of_environment(name)
         return Service(name, "running")
 
+    def _starting(self, name: str) -> Service:
+        return Service(name, "starting", self.began or None)
+
     def _of_trainer(self) -> Service:
         if self.trainer is None or self._is_of_earlier_trainer(self.trainer):
-            return Service("trainer", "starting")
+            return self._starting("trainer")
         stage = self.trainer.stage
         return Service("trainer", STAGES.get(stage, stage), self.trainer.since)
 
@@ -242,7 +245,7 @@ class ServiceFacts:
         single = len(self.servers) == 1 and name == ONE_SERVER
         found = next((one for one in self.servers if single or one["name"] == name), None)
         if found is None:
-            return Service(name, "starting" if self.trainer is None else "not reported")
+            return self._starting(name) if self.trainer is None else Service(name, "not reported")
         stage = "sampling" if found["state"] == SERVING and self._samples() else found["state"]
         version = found["version"]
         step = version["step"] if isinstance(version, Mapping) else version[1]
@@ -254,7 +257,7 @@ class ServiceFacts:
     def _of_environment(self, name: str) -> Service:
         report = self.environments.get(name)
         if report is None or not report.is_since(self.began):
-            return Service(name, "starting")
+            return self._starting(name)
         if report.evaluation:
             return Service(name, "evaluating", detail=report.evaluation)
         count = report.groups

@@ -14,13 +14,15 @@ import pytest
 
 from grpo_core.alerts import ALERTS
 from grpo_runs.process.records import ProcessRecords
-from grpo_runs.process.stack import StopRequested
+from grpo_runs.process.stack import StopRequested, warn
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.api import curves_of
 from grpo_runs.watch.live_run import LiveRun, duration
 from grpo_runs.watch.logs import FIRST_READ_BYTES
+from grpo_runs.watch.news import ServiceNews
 from tests.unit.runs.records import metrics_object
-from tests.unit.runs.test_measures import run_api
+from tests.unit.runs.stand_ins import Shown
+from tests.unit.runs.test_measures import RUNNING, run_api
 
 IN_THE_FUTURE = "2100-01-01T10:00:00"
 
@@ -94,6 +96,32 @@ def test_services_and_their_stages(run: RunDirectory, live: LiveRun) -> None:
     log(run, "environment", f"{IN_THE_FUTURE} [info     ] {counted}")
     environment = live.state()["services"][3]
     assert (environment["stage"], environment["detail"]) == ("evaluating", "12 of 64 items")
+
+
+def test_a_run_whose_groups_are_dropped_before_its_first_step(run: RunDirectory) -> None:
+    live = LiveRun("mine", run, "t", clock=Clock())
+    run.config.write_text("optim: {steps: 12}")
+    processes = ProcessRecords(run)
+    own = processes._content["runner"]["pid"]
+    processes.watch({"trainer": own, "environment": own})
+    assert live.state()["state"] == "starting"
+    (run.checkpoints / "stage.json").write_text(
+        json.dumps({"stage": "data_fetch", "since": 990.5, "pid": own})
+    )
+    counted = "groups.counted  groups_in_progress=8 groups_sent=4 dropped_share=0.98"
+    failures = "failures={'equal_scores': 204} for_batch='4 of 8 groups'"
+    log(run, "environment", f"{IN_THE_FUTURE} [info     ] {counted} {failures}")
+    with run_api() as (url, api):
+        api.run([], **RUNNING | {"step": 0})
+        processes.found_run_api(url)
+        state = live.state()
+    assert (state["state"], state["step"], state["steps"]) == ("waiting for data", 0, 12)
+    assert live.listed() == {"state": "waiting for data", "step": 0, "steps": 12}
+    assert state["queue"]["submitted_groups"] == 4
+    assert state["queue"]["groups_dropped_for_equal_scores"] == 204
+    assert [(one["name"], one["text"]) for one in state["alerts"]] == [
+        ("groups-dropped", "4 of 8 groups.")
+    ]
 
 
 def test_a_resumed_run_that_starts(run: RunDirectory, live: LiveRun) -> None:
@@ -227,6 +255,21 @@ def test_warnings_of_one_name_are_counted(run: RunDirectory, live: LiveRun) -> N
     assert [*live._logs.warnings][:3] == [f"trainer {name}" for name in names]
 
 
+def test_warnings_of_the_launcher_are_among_them(run: RunDirectory, live: LiveRun) -> None:
+    screen = Shown()
+    for name in ("server-0", "server-1"):
+        warn(screen, run.logs, "ServiceEnded", f"{name} ended with SIGKILL")
+    assert screen.err.splitlines()[1] == "warning: server-1 ended with SIGKILL"
+    (told,) = live.state()["warnings"]
+    assert (told["service"], told["event"]) == ("grpo-run", "ServiceEnded")
+    assert (told["level"], told["count"]) == ("warning", 2)
+    assert told["text"] == "server-1 ended with SIGKILL"
+    news = ServiceNews(screen, run.logs, run)
+    warn(screen, run.logs, "ServiceEnded", "server-2 ended with SIGKILL")
+    news.look()
+    assert screen.err.count("server-2") == 1
+
+
 def test_text_of_a_model_names_no_warning(run: RunDirectory, live: LiveRun) -> None:
     text = """completions='score 0: "check=stale equal_scores: ... dropped_share=0.0"'"""
     log(run, "environment", f"2026-01-01T10:00:01 [warning  ] rewards.all_equal    {text}")
@@ -244,7 +287,7 @@ def test_a_long_log_is_read_from_its_end(run: RunDirectory, live: LiveRun) -> No
 
 def test_run_api_that_does_not_answer_is_told_once(run: RunDirectory, live: LiveRun) -> None:
     processes = ProcessRecords(run)
-    with run_api() as (url, _):  # it has /metrics alone
+    with run_api() as (url, _):
         pass
     processes.found_run_api(url)
     first, again = live.state()["warnings"], live.state()["warnings"]

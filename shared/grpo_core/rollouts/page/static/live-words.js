@@ -5,8 +5,8 @@ const UNKNOWN = "not known";
 const sentence = (text) => (text ? text[0].toUpperCase() + text.slice(1) : UNKNOWN);
 
 function stepText({ step, steps }) {
-  if (!step) return "no step yet";
-  return steps ? `step ${step} of ${steps}` : `step ${step}`;
+  if (steps) return `step ${step} of ${steps}`;
+  return step ? `step ${step}` : "no step yet";
 }
 
 /** Args: time: seconds since 1970 */
