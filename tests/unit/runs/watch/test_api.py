@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
@@ -25,6 +29,7 @@ from grpo_core.provenance.records import (
 from grpo_core.rollouts.files import ROLLOUTS, write_step
 from grpo_core.settings import load_settings
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_runs.process.records import ProcessRecords
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.settings.watch import WatchSettings
 from grpo_runs.watch.access import COOKIE
@@ -32,8 +37,11 @@ from grpo_runs.watch.api import Follower, watch_app
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.serve import PageNotServed, PageServer, live_runs
 from tests.support.conversations import record
+from tests.support.pages import ROOT
 from tests.unit.conftest import Refused
 from tests.unit.runs.records import metrics_object
+from tests.unit.runs.test_measures import RUNNING, run_api
+from tests.unit.runs.watch.test_live_run import log
 
 HERE = {"host": "127.0.0.1:8765"}
 
@@ -72,6 +80,54 @@ def test_a_run_and_its_curves(run: RunDirectory) -> None:
     assert client.get("/api/runs/mine/curves?x=weight").status_code == 422
     unknown = client.get("/api/runs/other")
     assert (unknown.status_code, "no run 'other'" in unknown.json()["detail"]) == (404, True)
+
+
+OF_ONE_RUN = ("settings", "untrained", "groups", "details", "texts")
+"""Fields whose content has no fixed names, or those of the page."""
+DOCUMENTED = (ROOT / "docs/how-to/watch.md").read_text()
+
+
+def names(content: Any) -> set[str]:
+    """All names in an answer."""
+    if isinstance(content, dict):
+        inner = (one for name, one in content.items() if name not in OF_ONE_RUN)
+        return {*content}.union(*map(names, inner))
+    return set().union(*map(names, content)) if isinstance(content, list) else set()
+
+
+def told_in(text: str) -> set[str]:
+    return {*re.findall(r"`(\w+)`", text)}
+
+
+def test_every_field_of_the_answers_is_documented(run: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (run.path / PROVENANCE).write_text("".join(map(text_of, published(up_to=20))))
+    write_step(run.path / ROLLOUTS, 2, [record(step=2, versions=[[1, 20], [1, 20]])])
+    app = watch_app(live_runs([run.path, tmp_path / "other"]))
+    routes = dict(re.findall(r"^\| `(/api/\S+)` \| (.*) \|$", DOCUMENTED, re.M))
+    served = {one.path for one in app.routes if isinstance(one, APIRoute)}
+    assert {re.sub(r"\?.*", "", route) for route in routes} == {
+        path for path in served if path.startswith("/api/") and path != "/api/events"
+    }
+    for route, told in routes.items():
+        path = route.format(id="mine", other="other", step=2)
+        answer = TestClient(app, "http://127.0.0.1").get(path).json()
+        assert names(answer) == told_in(told), route
+
+
+def test_every_field_of_the_state_is_documented(run: RunDirectory) -> None:
+    hours = itertools.count(0, 3600)  # an hour passes from look to look
+    live = LiveRun("mine", run, "t", clock=lambda: float(next(hours)))
+    processes = ProcessRecords(run)
+    processes.watch({"trainer": os.getpid()})
+    run.logs.mkdir()
+    log(run, "trainer", "2026-01-01T10:00:00 [warning  ] loss.sign    hint=minus")
+    with run_api() as (url, api):
+        processes.found_run_api(url)
+        api.run([], **RUNNING, oldest_queued_group_age_seconds=7200.0)
+        state = live.state()
+    _, _, told = DOCUMENTED.partition("| Field of `state` |")
+    assert names(state) == told_in(told)
 
 
 def test_rollouts_that_are_not_trained_on_are_there_before_the_first_step(tmp_path: Path) -> None:
