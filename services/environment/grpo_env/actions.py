@@ -154,6 +154,17 @@ def check(settings: EnvServerSettings, tasks: TaskSet) -> None:
     wrong = sum(isinstance(entry.grade, Ungraded) for entry in checked)
     if wrong:
         raise RewardWrong(f"{wrong} of {len(checked)} answers could not be graded; see the table")
+    scores = {entry.grade.score for entry in checked if isinstance(entry.grade, Grade)}
+    if len(checked) > 1 and len(scores) == 1:
+        advice = (
+            "use easier prompts or a stronger model, or check the reward with --answers"
+            if settings.answers is None
+            else f"put a right and a wrong answer into {settings.answers}, or correct the reward"
+        )
+        sys.stdout.write(
+            f"\nall {len(checked)} answers have the score {scores.pop():g}, and training learns "
+            f"nothing from equal scores: {advice}\n"
+        )
 
 
 async def _sampled(
@@ -220,8 +231,10 @@ def _answer(line: str, place: str, rows: int) -> tuple[int, str]:
         content = json.loads(line)
     except (ValueError, RecursionError):
         return 0, line
-    if not isinstance(content, dict) or "answer" not in content:
+    if not isinstance(content, dict) or not content.keys() & {"row", "answer"}:
         return 0, line
+    if "answer" not in content:
+        raise AnswersUnusable(f"{place} has no key answer; it has {', '.join(content)}")
     row = content.get("row", 1)
     if not isinstance(row, int) or not 1 <= row <= rows:
         raise AnswersUnusable(f"{place}: row {row!r}; the data has rows 1 to {rows}")
@@ -250,6 +263,8 @@ def _entry(entry: Checked) -> list[str]:
         answer = ""
     if isinstance(entry.grade, Ungraded):
         head, details = "   not graded ", entry.grade.problem
+        if details.startswith(KeyError.__name__):
+            details += f"; the row has {', '.join(entry.item.row)}"
     else:
         head = f"  score {entry.grade.score:6.3f}"
         details = "  ".join(f"{name} {value:g}" for name, value in entry.grade.parts.items())

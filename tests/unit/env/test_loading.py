@@ -17,7 +17,7 @@ import pytest
 
 from grpo_env import loading
 from grpo_env.__main__ import _with_made_model
-from grpo_env.actions import RewardWrong, check
+from grpo_env.actions import AnswersUnusable, RewardWrong, check
 from grpo_env.assembly import open_tasks
 from grpo_env.loading import TaskSpec, TaskUnusable, find_task, problem_of, short_name
 from grpo_env.settings import load_env_settings
@@ -183,7 +183,19 @@ def test_check_grades_answers_of_a_file(
         run_check(*words)
     shown = capsys.readouterr().out
     assert "not graded   '7'" in shown
-    assert "KeyError: 'solution'" in shown
+    assert "KeyError: 'solution'; the row has prompt, answer" in shown
+
+
+def test_check_says_that_equal_scores_teach_nothing_and_refuses_a_line_without_an_answer(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "answers.txt").write_text("8\n9\n")
+    words = ["mine.py:reward", "--data", "rows.jsonl", "--answers", "answers.txt", "--held-out=0"]
+    run_check(*words)
+    assert "all 2 answers have the score 0, and training learns nothing" in capsys.readouterr().out
+    (directory / "answers.txt").write_text('7\n{"row": 2, "answr": "7"}\n')
+    with pytest.raises(AnswersUnusable, match="line 2 has no key answer; it has row, answr"):
+        run_check(*words)
 
 
 def test_check_shows_a_long_answer_once(
