@@ -96,7 +96,7 @@ def test_the_files_are_those_of_the_run_and_its_last_step_is_replayed_bit_by_bit
     run: ModeRun,
 ) -> None:
     checked = subprocess.run(
-        [sys.executable, "-m", "grpo_trainer.replay.provenance", str(run.directory)],
+        [sys.executable, "-m", "grpo_runs.replay.provenance", str(run.directory)],
         capture_output=True,
         text=True,
         check=True,
@@ -104,7 +104,7 @@ def test_the_files_are_those_of_the_run_and_its_last_step_is_replayed_bit_by_bit
     assert f"and {STEPS} batches match their digests" in checked.stdout
     step = ["--step", str(STEPS)]
     replayed = subprocess.run(
-        [sys.executable, "-m", "grpo_trainer.replay", str(run.directory), *step],
+        [sys.executable, "-m", "grpo_runs.replay", str(run.directory), *step],
         capture_output=True,
         text=True,
         check=True,

@@ -27,7 +27,7 @@ def test_the_teacher_of_a_run_scores_every_token_and_its_scores_are_replayed(
     assert {record["distill/scored_fraction"] for record in run.records} == {1.0}
     for record in read_step(run.directory / ROLLOUTS, 1):
         assert record.teacher_logprobs == pytest.approx(record.behaviour_logprobs, abs=NOISE)
-    command = [sys.executable, "-m", "grpo_trainer.replay", str(run.directory)]
+    command = [sys.executable, "-m", "grpo_runs.replay", str(run.directory)]
     replayed = subprocess.run(
         [*command, "--step", str(STEPS)], capture_output=True, text=True, check=False
     )

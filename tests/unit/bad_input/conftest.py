@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """--save-path of a short run, which was killed and resumed."""
-    from tests.unit.trainer.replay.recorded import train
+    from tests.unit.runs.replay.recorded import train
 
     return train(str(model), tmp_path_factory.mktemp("trained") / "saved")
 

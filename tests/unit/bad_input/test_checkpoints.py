@@ -16,14 +16,14 @@ from grpo_core.errors import GrpoError
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_runs.offline.local import WeightsInProcess
+from grpo_runs.replay.__main__ import main as replay
+from grpo_runs.replay.provenance import main as provenance
 from grpo_trainer.checkpoint.store import OpenedEpochs
-from grpo_trainer.replay.__main__ import main as replay
-from grpo_trainer.replay.provenance import main as provenance
 from grpo_trainer.train import open_run
 from tests.support.damage import damaged, damages
 from tests.unit.bad_input.commands import nothing_left, told
+from tests.unit.runs.replay.recorded import FIXED, STEPS
 from tests.unit.trainer.ranks.test_loop import Queue
-from tests.unit.trainer.replay.recorded import FIXED, STEPS
 
 EXAMPLES = settings.default.max_examples // 20
 COMMANDS = {
@@ -41,8 +41,8 @@ def files_of(trained: Path, *patterns: str) -> list[Path]:
 def test_a_command_names_what_does_not_fit(
     trained: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_trainer.replay.__main__.configure_logging", lambda *_: None)
-    monkeypatch.setattr("grpo_trainer.replay.__main__.prepare_cpu", lambda: None)
+    monkeypatch.setattr("grpo_runs.replay.__main__.configure_logging", lambda *_: None)
+    monkeypatch.setattr("grpo_runs.replay.__main__.prepare_cpu", lambda: None)
     main, options = COMMANDS[name]
     words = [trained, *options]
     assert told(main, words).status == 0

@@ -13,8 +13,8 @@ from grpo_core.provenance.chain import Provenance
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_runs.offline.local import WeightsInProcess
-from grpo_trainer.replay.command import replay_run
-from grpo_trainer.replay.settings import ReplaySettings
+from grpo_runs.replay.command import replay_run
+from grpo_runs.settings.replay import ReplaySettings
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
 from tests.unit.trainer.ranks.test_loop import Queue

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_runs.replay.run import RecordedRun, changed_settings
+from grpo_runs.replay.steps import ReplayedStep, gradients_of, taken
 from grpo_trainer.errors import NonFiniteStep
 from grpo_trainer.learner import GradientStats, Learner, with_objective
-from grpo_trainer.replay.run import RecordedRun, changed_settings
-from grpo_trainer.replay.steps import ReplayedStep, gradients_of, taken
 
 Gradients = Sequence[Tensor | None]
 

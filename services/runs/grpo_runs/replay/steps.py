@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from grpo_core.provenance.batches import RecordedBatch
 from grpo_core.provenance.records import Publication
 from grpo_core.tree.objectives import Objective
+from grpo_runs.replay.run import RecordedRun
 from grpo_trainer.checkpoint.store import RngState
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.groups import UsableGroup, usable_group
 from grpo_trainer.learner import GradientStats, Learner
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.optim.loss_scale import ScaleRecord
-from grpo_trainer.replay.run import RecordedRun
 from grpo_trainer.weight_digests import digests_of
 
 

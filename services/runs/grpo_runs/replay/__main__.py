@@ -1,4 +1,4 @@
-"""The command `grpo-replay`, or `python -m grpo_trainer.replay`. Options are parsed before torch is
+"""The command `grpo-replay`, or `python -m grpo_runs.replay`. Options are parsed before torch is
 imported."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from grpo_core.cpu import prepare_cpu
 from grpo_core.logs import configure_logging
 from grpo_core.provenance.chain import Provenance
 from grpo_core.settings import load_settings
-from grpo_trainer.replay.output import EXIT_DIFFERS, errors_told, say
-from grpo_trainer.replay.settings import ReplaySettings
+from grpo_runs.replay.output import EXIT_DIFFERS, errors_told, say
+from grpo_runs.settings.replay import ReplaySettings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         configure_logging("replay", "WARNING")
         prepare_cpu()
 
-        from grpo_trainer.replay.command import replay_run
+        from grpo_runs.replay.command import replay_run
 
         if not replay_run(provenance, settings, say):
             raise SystemExit(EXIT_DIFFERS)

@@ -12,7 +12,7 @@ from grpo_core.provenance.verify import verify
 from grpo_core.rollouts.files import file_of_step
 from grpo_core.settings import OptionsInvalid
 from grpo_trainer.errors import DamagedState, NotReplayable
-from tests.unit.trainer.replay.recorded import DROPOUT, STEPS, flip, replay, train
+from tests.unit.runs.replay.recorded import DROPOUT, STEPS, flip, replay, train
 
 EQUAL = "loss, gradient norm and weights are equal bit by bit"
 

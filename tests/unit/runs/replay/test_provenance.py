@@ -12,9 +12,9 @@ from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.verify import verify
 from grpo_core.rollouts.files import steps_in, write_lines
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_runs.replay.provenance import main as command
 from grpo_trainer.checkpoint.store import StateStore
-from grpo_trainer.replay.provenance import main as command
-from tests.unit.trainer.replay.recorded import KILLED_AFTER, STEPS, train
+from tests.unit.runs.replay.recorded import KILLED_AFTER, STEPS, train
 
 
 @pytest.fixture(scope="module")

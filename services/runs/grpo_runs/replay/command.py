@@ -10,17 +10,17 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.records import newest
 from grpo_core.tree.objective import ObjectiveOptions
-from grpo_trainer.learner import Learner
-from grpo_trainer.replay.objective import compared_steps, table
-from grpo_trainer.replay.run import RecordedRun
-from grpo_trainer.replay.settings import ReplaySettings
-from grpo_trainer.replay.steps import ReplayedStep, replayed_steps
-from grpo_trainer.replay.verdict import (
+from grpo_runs.replay.objective import compared_steps, table
+from grpo_runs.replay.run import RecordedRun
+from grpo_runs.replay.steps import ReplayedStep, replayed_steps
+from grpo_runs.replay.verdict import (
     Differences,
     begin_problem,
     environment_differences,
     verdict_of,
 )
+from grpo_runs.settings.replay import ReplaySettings
+from grpo_trainer.learner import Learner
 from grpo_trainer.telemetry.provenance import code_of, machine_of
 from grpo_trainer.weight_digests import digests_of
 

@@ -1,4 +1,4 @@
-"""The command `grpo-provenance`, or `python -m grpo_trainer.replay.provenance`. Needs no torch."""
+"""The command `grpo-provenance`, or `python -m grpo_runs.replay.provenance`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from grpo_core.provenance.verify import verify
 from grpo_core.rollouts.files import ROLLOUTS, read_step, steps_in
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_core.settings import load_settings
-from grpo_trainer.replay.output import EXIT_DIFFERS, errors_told, say
-from grpo_trainer.replay.settings import ProvenanceSettings
+from grpo_runs.replay.output import EXIT_DIFFERS, errors_told, say
+from grpo_runs.settings.replay import ProvenanceSettings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
