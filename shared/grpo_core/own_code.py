@@ -33,7 +33,7 @@ def _defined(tree: ast.Module) -> list[str]:
     return found
 
 
-def where(error: Exception, file: Path | None = None) -> str:
+def where(error: BaseException, file: Path | None = None) -> str:
     """`my.py line 3: SyntaxError: invalid syntax`. Args: file: of which a line is preferred"""
     if isinstance(error, SyntaxError):
         return f"{error.filename} line {error.lineno}: {type(error).__name__}: {error.msg}"

@@ -262,7 +262,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # as import does; dataclasses look there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskUnusable(f"{path} cannot be loaded: {where(error)}") from error
     return module
 
@@ -271,7 +271,7 @@ def _load_module(name: str) -> ModuleType:
     sys.path.insert(0, "")  # the directory that the command is started in
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskUnusable(f"the module {name} cannot be imported: {where(error)}") from error
 
 

@@ -93,6 +93,7 @@ BROKEN = {
 }
 BROKEN_WHEN_RUN = {
     "import nowhere\ndef reward(a, r): ...": "broken.py line 1: ModuleNotFoundError: No module",
+    "import sys\nsys.exit(2)\ndef reward(a, r): ...": "broken.py line 2: SystemExit: 2",
     "x = 1 / 0\ndef reward(a, r): ...": "broken.py line 1: ZeroDivisionError",
     "def reward(answer): return 1": r"line 1: reward cannot be called as reward\(answer, row\)",
     "reward = 3": "reward is int; expected a function",
