@@ -86,7 +86,7 @@ _SEARCHED_LINES = 400
 _SHOWN_CHARACTERS = 240
 """Of a line. The record of a training step has thousands."""
 _MARKED_AS_ERROR = re.compile(r"\[error\b|\bERROR\b(?!,)|: error: ")
-_NO_ERROR = re.compile(r"\[(debug|info) *\]|\b(DEBUG|INFO)(:| \d)")
+_NO_ERROR = re.compile(r"^\s*$|\[(debug|info) *\]|\b(DEBUG|INFO)(:| \d)")
 _OF_TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),

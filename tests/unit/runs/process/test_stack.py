@@ -302,6 +302,7 @@ def test_the_end_of_a_log_without_marked_errors_is_not_its_progress(tmp_path: Pa
     progress = (
         "INFO:     started",
         "(Engine pid=1) INFO 11-29 12:03:34 b",
+        "",
         "x [info   ] y",
     )
     lines = ("Traceback (most recent call last):", *progress, "OSError: disk full", *progress)
