@@ -10,7 +10,7 @@ from grpo_core.cpu import prepare_cpu
 from grpo_core.logs import configure_logging
 from grpo_core.provenance.chain import Provenance
 from grpo_core.settings import load_settings
-from grpo_runs.replay.output import EXIT_DIFFERS, errors_told, say
+from grpo_runs.replay.provenance import EXIT_DIFFERS, errors_told, say
 from grpo_runs.settings.replay import ReplaySettings
 
 

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from grpo_core.errors import BrokenProvenance
+from grpo_core.errors import BrokenProvenance, GrpoError
 from grpo_core.provenance.chain import Provenance, chain_of
 from grpo_core.provenance.verify import verify
 from grpo_core.rollouts.files import ROLLOUTS, read_step, steps_in
 from grpo_core.rollouts.record import RolloutRecord
-from grpo_core.settings import load_settings
-from grpo_runs.replay.output import EXIT_DIFFERS, errors_told, say
+from grpo_core.settings import EXIT_USAGE, OptionsInvalid, load_settings
 from grpo_runs.settings.replay import ProvenanceSettings
+
+EXIT_DIFFERS = 1
+
+
+@contextlib.contextmanager
+def errors_told(prog: str) -> Iterator[None]:
+    try:
+        yield
+    except OptionsInvalid as error:
+        sys.stderr.write("".join(f"{prog}: {line}\n" for line in error.lines))
+        raise SystemExit(EXIT_USAGE) from None
+    except GrpoError as error:
+        sys.stderr.write(f"{prog}: {type(error).__name__}: {error}\n")
+        raise SystemExit(EXIT_DIFFERS) from None
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

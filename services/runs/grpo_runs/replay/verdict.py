@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_core.provenance.digest import file_digest
 from grpo_core.provenance.records import Code, Machine, Publication, Start
-from grpo_runs.replay.steps import ReplayedStep
+from grpo_runs.replay.run import ReplayedStep
 
 CPU = "cpu"
 SHORT = 12
