@@ -118,7 +118,7 @@ class RunFacts(BaseModel):
     peak_bytes: dict[str, int]
     """Highest memory of each service, its child processes included."""
     groups: dict[str, int] = {}
-    """Groups that environments sent, and that they dropped for equal scores, since their start."""
+    """Groups that environments sent, dropped for equal scores and lost, since their start."""
     warnings: dict[str, int] = {}
     """How often each service warned of what, since its start."""
 
