@@ -55,7 +55,8 @@ def _parts(settings: type[CommandSettings]) -> Iterator[str]:
     yield inspect.getdoc(settings) or ""
     if command.examples:
         yield "\n".join(["```bash", *command.examples, "```"])
-    if isinstance(parent := getattr(settings.__base__, "command", None), Command):
+    first, *others = settings.__bases__
+    if not others and isinstance(parent := getattr(first, "command", None), Command):
         yield f"All options are those of [`{parent.prog}`]({parent.prog}.md)."
         return
     options = options_of(settings)
