@@ -88,7 +88,7 @@ def test_configuration() -> None:
 def test_kl_divergence_and_its_control() -> None:
     import torch
 
-    from grpo_trainer.kl import kl_terms
+    from grpo_trainer.losses import kl_terms
 
     distance = torch.tensor([math.log(2)])
     found = [float(kl_terms(distance, torch.zeros(1), name)) for name in ("k1", "k2", "k3")]

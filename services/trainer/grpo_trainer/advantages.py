@@ -2,13 +2,16 @@
 
 `with_advantages` is the stage of the loop. The named functions take the scores of a batch's groups,
 [n] each, and return their advantages, [n] float64 each. So does the user's own,
-`--advantage my.py:advantage`. MaxEnt-GRPO's `maxent` takes the batch.
+`--advantage my.py:advantage`. MaxEnt-GRPO's `maxent` takes the batch. On-policy distillation adds
+advantages of single tokens from a teacher's logprobs.
 
-Legend: n completions of one group, N sequences of the batch in the order of the groups.
+Legend: n completions of one group, N sequences of the batch in the order of the groups, B sequences
+of a micro-batch with T targets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -19,13 +22,12 @@ from torch import Tensor
 
 from grpo_core.tree.objectives import ADVANTAGES, KlEstimatorName, Objective
 from grpo_core.wire.fields import MASKED
-from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.collate import Batch, TeacherDistance
 from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.functions import function_of
-from grpo_trainer.kl import kl_terms
+from grpo_trainer.losses import MAX_LOG_RATIO, kl_terms
 from grpo_trainer.ranks.group import ALONE, Ranks
-from grpo_trainer.teacher import distance, teacher_gaps, with_teacher
 
 MIN_STD = 1e-8
 """Rounding leaves a deviation of about 1e-17 among equal scores. This floor turns their advantages
@@ -334,3 +336,45 @@ def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
         terms = kl_terms(micro.behaviour_logp, micro.reference_logp, estimator)
         sums.append(torch.where(micro.token_weight > 0, terms, 0.0).sum(-1))
     return batch.in_group_order(sums)
+
+
+def with_teacher(advantages: Tensor, gaps: Tensor, objective: Objective) -> Tensor:
+    """[B, T] reward_coef A + distill_coef (log p_teacher - log p_student).
+
+    With A = 0, their policy gradient is that of the reverse KL divergence from the teacher, on what
+    the student samples (arXiv 2306.13649 and 2306.08543).
+
+    Args:
+        advantages: [B, 1] or [B, T]
+        gaps: [B, T] as of `teacher_gaps`
+    """
+    return objective.reward_coef * advantages + objective.distill_coef * gaps.nan_to_num(nan=0.0)
+
+
+def teacher_gaps(usable: UsableGroup, sequence: int) -> list[float]:
+    """[T] log p_teacher - log p_student of each target of a sequence, bounded. NaN where the
+    teacher gave no logprob, and where nothing is trained on.
+
+    The student is the policy that sampled the token.
+    """
+    targets = zip(
+        usable.group.teacher_logprobs(sequence)[1:],
+        usable.inference_logprobs[sequence][1:],
+        usable.group.masks[sequence][1:],
+        strict=True,
+    )
+    return [
+        max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, teacher - student))
+        if teacher is not None and mask != MASKED
+        else math.nan
+        for teacher, student, mask in targets
+    ]
+
+
+def distance(batch: Batch, gaps: Sequence[Tensor]) -> TeacherDistance:
+    """Args: gaps: [B, T] of each micro-batch"""
+    pairs = zip(gaps, batch.micro_batches, strict=True)
+    trained = torch.cat([gap[micro.token_weight > 0].double() for gap, micro in pairs])
+    known = trained[~trained.isnan()]
+    reverse_kl = -float(known.mean()) if len(known) else None
+    return TeacherDistance(reverse_kl, len(known) / max(1, len(trained)))

@@ -20,8 +20,8 @@ from grpo_core.tree.objectives import Objective
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.data.batches import TakenBatch
 from grpo_trainer.data.stats import BatchStats
-from grpo_trainer.kl import MAX_LOG_RATIO
 from grpo_trainer.learner import GradientStats
+from grpo_trainer.losses import MAX_LOG_RATIO
 from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
 

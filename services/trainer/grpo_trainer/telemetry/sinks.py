@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import WandbUnavailable
 from grpo_core.metrics_port import serving_metrics
 from grpo_core.tracker import TrackerSink
@@ -35,7 +38,6 @@ from grpo_trainer.telemetry.rollouts import (
     sample_table,
     samples_are_due,
 )
-from grpo_trainer.telemetry.stage_file import StageFile
 
 log = structlog.get_logger()
 
@@ -293,3 +295,39 @@ def begin_records(settings: TrainerSettings, resumed_step: int | None) -> None:
         else:
             trim_records(settings.metrics_file, resumed_step)
     prepare_rollouts(settings, resumed_step)
+
+
+STAGE_FILE = "stage.json"
+_BYTES = 128
+"""Of the content, with the spaces behind it."""
+
+
+class StageFile(ClosesOnExit):
+    """Keeps `stage.json` in a directory: `{"stage": "compute", "since": 1764201600.0, "pid": 7}`.
+
+    It is neither synced nor required: a disk that fails never ends the run. The content is
+    overwritten, because a new file in its place makes ext4 write to the disk: 2 ms instead of
+    10 us. A reader sees the content before or after such a small write.
+
+    Args: clock: Unix time in seconds
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(directory / STAGE_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def enter(self, stage: Stage) -> None:
+        """A stage of a step begins."""
+        if self._file is None:
+            return
+        content = json.dumps({"stage": stage, "since": self._clock(), "pid": os.getpid()})
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, content.ljust(_BYTES).encode(), 0)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

@@ -30,11 +30,9 @@ from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import Published, Reach
-from grpo_trainer.weight_sync.directories import VersionDirectories
+from grpo_trainer.weight_sync.directories import VersionDirectories, WeightSource
 from grpo_trainer.weight_sync.probe import ServerLeft, ServerProbe
-from grpo_trainer.weight_sync.publisher import Publication, Publisher
-from grpo_trainer.weight_sync.servers import ServerWatch
-from grpo_trainer.weight_sync.source import WeightSource
+from grpo_trainer.weight_sync.servers import Publication, Publisher, ServerWatch
 
 log = structlog.get_logger()
 

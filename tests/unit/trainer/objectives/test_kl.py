@@ -9,8 +9,7 @@ import torch
 
 from grpo_core.tree.objectives import KlControlName, KlEstimatorName
 from grpo_trainer.coefficients import KlCoefficient
-from grpo_trainer.kl import kl_terms
-from grpo_trainer.losses import entropy_bonus, kl_penalty
+from grpo_trainer.losses import entropy_bonus, kl_penalty, kl_terms
 
 LOG2 = math.log(2)
 

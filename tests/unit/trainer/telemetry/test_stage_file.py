@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from grpo_trainer.telemetry.metrics import Stage
-from grpo_trainer.telemetry.stage_file import StageFile
+from grpo_trainer.telemetry.sinks import StageFile
 
 
 def test_each_stage_replaces_the_one_before(tmp_path: Path) -> None:

@@ -32,13 +32,11 @@ from grpo_trainer.errors import EngineCrashed, PolicyMismatch, ServedWeightsDiff
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync import probe, publisher, servers
+from grpo_trainer.weight_sync import probe, servers
 from grpo_trainer.weight_sync.base import Incidents
-from grpo_trainer.weight_sync.directories import VersionDirectories
+from grpo_trainer.weight_sync.directories import VersionDirectories, WeightSource
 from grpo_trainer.weight_sync.files import FileSync
-from grpo_trainer.weight_sync.publisher import Publication, Publisher
-from grpo_trainer.weight_sync.servers import ServerWatch
-from grpo_trainer.weight_sync.source import WeightSource
+from grpo_trainer.weight_sync.servers import Publication, Publisher, ServerWatch
 from tests.support.directories import names
 from tests.support.wait import DEADLINE_S
 from tests.unit.trainer.served_model import ServedModel
@@ -187,7 +185,7 @@ class Bench:
 def bench(
     redis_url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Bench]]:
-    for module in (probe, publisher, servers):
+    for module in (probe, servers):
         monkeypatch.setattr(module, "POLL_S", 0.01)
     monkeypatch.setattr(probe, "REPORT_EVERY_S", 0.05)
     with ExitStack() as stack:

@@ -23,8 +23,7 @@ from grpo_trainer.errors import (
     WeightsRefused,
 )
 from grpo_trainer.weight_sync.base import Incidents
-from grpo_trainer.weight_sync.publisher import Publication, Publisher
-from grpo_trainer.weight_sync.servers import ServerWatch
+from grpo_trainer.weight_sync.servers import Publication, Publisher, ServerWatch
 from tests.support.wait import DEADLINE_S, wait_for
 from tests.unit.trainer.server_stand_in import Reply, StandIn, depart, ignore, refuse
 
