@@ -272,13 +272,9 @@ chaos: $(VENV)/.installed-dev ## Kill and stop processes of real runs KILLS time
 faults-matrix: $(VENV)/.installed-dev ## Inject every fault of docs/explanation/faults.md and measure its tables (1 hour, as root); MATRIX_FLAGS="--minutes 10 --seed 1"
 	@$(BIN)/python -m tests.faults_matrix $(MATRIX_FLAGS)
 
-.PHONY: bench-lora
-bench-lora: install ## Measure decoding with an adapter, here and in stock vLLM; writes docs/contributing/benchmarks.md
-	@$(BIN)/python -m benchmarks.lora_decode --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
-
-.PHONY: bench-generate
-bench-generate: install ## Measure /generate here and /v1/completions of stock vLLM; writes docs/contributing/benchmarks.md
-	@$(BIN)/python -m benchmarks.generate --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
+.PHONY: bench-serving
+bench-serving: install ## Measure sampling here and in stock vLLM; writes docs/contributing/benchmarks.md
+	@$(BIN)/python -m benchmarks.serving --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
 .PHONY: bench-run-api
 bench-run-api: install ## Measure run-api and atroposlib's API server; writes docs/contributing/benchmarks.md
