@@ -46,8 +46,8 @@ def write_report(
     if not metrics and rollouts is None:
         dropped = " or ".join(map(str, run.untrained_rollouts.values()))
         raise NothingToReport(
-            f"{run.path} has no {run.metrics.name} and no rollouts that were trained on; name "
-            f"{dropped or 'the directory of a run'}"
+            f"{run.path} has no {run.metrics.name} and no rollouts that were trained on; "
+            + (f"name {dropped}" if dropped else "it took no step, or is not the directory of a run")
         )
     evaluations = Evaluations.read(run.evaluations)
     curves = {

@@ -81,7 +81,7 @@ BROKEN = {"rollouts/step-000001.jsonl.gz": "?"}
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({}, "has no metrics.jsonl and no rollouts that were trained on; name the directory of"),
+        ({}, "has no metrics.jsonl and no rollouts that were trained on; it took no step, or"),
         ({"untrained/gsm8k/dropped/x": ""}, "trained on; name {run}/untrained/gsm8k/dropped\n"),
         ({"metrics.jsonl": "[]\n"}, "ProtocolViolation): {run}/metrics.jsonl line 1: expected"),
         (
