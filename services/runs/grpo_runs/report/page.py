@@ -47,7 +47,7 @@ def write_report(
         dropped = " or ".join(map(str, run.untrained_rollouts.values()))
         raise NothingToReport(
             f"{run.path} has no {run.metrics.name} and no rollouts that were trained on; "
-            + (f"name {dropped}" if dropped else "it took no step, or is not the directory of a run")
+            + (f"name {dropped}" if dropped else "it took no step, or is no directory of a run")
         )
     evaluations = Evaluations.read(run.evaluations)
     curves = {
