@@ -20,7 +20,7 @@ from grpo_trainer.learner import build_learner
 from grpo_trainer.memory_plan import memory_plan
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.policy import vocabulary_of
-from grpo_trainer.ranks.group import ALONE
+from grpo_trainer.ranks import ALONE
 
 LENGTH, STEPS = 256, 3
 

@@ -8,7 +8,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 PRELOADED = [
-    "grpo_trainer.ranks.group",
+    "grpo_trainer.ranks",
     "tests.unit.trainer.ranks.rank_rig",
     "tests.unit.trainer.ranks.test_loop",
 ]

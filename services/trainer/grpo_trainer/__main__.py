@@ -45,7 +45,7 @@ def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
         signal.signal(number, _stop)
     prepare_cpu()
 
-    from grpo_trainer.ranks.group import process_group, settings_of_rank
+    from grpo_trainer.ranks import process_group, settings_of_rank
     from grpo_trainer.train import train
 
     stop = Stop()

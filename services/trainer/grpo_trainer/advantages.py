@@ -27,7 +27,7 @@ from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.functions import function_of
 from grpo_trainer.losses import MAX_LOG_RATIO, kl_terms
-from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.ranks import ALONE, Ranks
 
 MIN_STD = 1e-8
 """Rounding leaves a deviation of about 1e-17 among equal scores. This floor turns their advantages

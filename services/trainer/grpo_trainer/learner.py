@@ -41,7 +41,7 @@ from grpo_trainer.model.policy import CausalLM, device_of, train_only
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, WeightDigests, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
-from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.ranks import ALONE, Ranks
 from grpo_trainer.token_table import TokenTable
 
 log = structlog.get_logger()

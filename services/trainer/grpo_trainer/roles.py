@@ -39,7 +39,7 @@ from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.learner import GradientStats, Learner, load_learner
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import limits_of
-from grpo_trainer.ranks.group import BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
+from grpo_trainer.ranks import BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
 from grpo_trainer.telemetry.metrics import StepOutcome
 from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps
 from grpo_trainer.telemetry.sinks import Recorder, begin_records, open_sinks

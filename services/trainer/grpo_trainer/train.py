@@ -17,7 +17,7 @@ from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.checks.self_test import SelfTest, require_own_functions
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.errors import NonFiniteStep
-from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.ranks import ALONE, Ranks
 from grpo_trainer.roles import Lead, OpenSync, Role, open_follower, open_lead
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.provenance import step_input

@@ -42,7 +42,7 @@ from grpo_runs.offline.servers import Sampling, choose
 from grpo_runs.offline.translate import environment_settings, trainer_command
 from grpo_runs.report.summary import warnings_text
 from grpo_trainer.model.policy import CausalLM, limits_of
-from grpo_trainer.ranks.group import Ranks, process_group, settings_of_rank
+from grpo_trainer.ranks import Ranks, process_group, settings_of_rank
 from grpo_trainer.roles import Lead
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, train, training_steps

@@ -29,7 +29,7 @@ from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.optim.loss_scale import ScaleRecord
 from grpo_trainer.optim.master_optimizer import digests_of
-from grpo_trainer.ranks.group import ALONE
+from grpo_trainer.ranks import ALONE
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from grpo_trainer.model.loading import (
 )
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.ranks.group import ALONE, CHECKPOINT_FIRST, Ranks
+from grpo_trainer.ranks import ALONE, CHECKPOINT_FIRST, Ranks
 
 log = structlog.get_logger()
 

@@ -22,7 +22,7 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.data.groups import Tokens, UsableGroup, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
-from grpo_trainer.ranks.group import Ranks
+from grpo_trainer.ranks import Ranks
 
 KEYS_PER_TOKEN = 8
 """Limit of the sequences' own lengths in a micro-batch of packed sequences, per computed token:

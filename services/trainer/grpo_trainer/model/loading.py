@@ -30,7 +30,7 @@ from grpo_trainer.errors import (
 )
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.model.policy import CausalLM
-from grpo_trainer.ranks.group import Ranks
+from grpo_trainer.ranks import Ranks
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ from grpo_trainer.model.policy import (
     text_config_of,
     vocabulary_of,
 )
-from grpo_trainer.ranks.group import Ranks
+from grpo_trainer.ranks import Ranks
 
 PROBE_LENGTH = 32
 KERNELS = ("sdpa", "eager")

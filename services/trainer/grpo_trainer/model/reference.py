@@ -20,7 +20,7 @@ from grpo_trainer.model.forward import ForwardPass, build_forward_pass
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import TokenValues, values_of_all
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
-from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from grpo_trainer.ranks.group import Ranks
+from grpo_trainer.ranks import Ranks
 
 log = structlog.get_logger()
 

@@ -32,7 +32,7 @@ from grpo_trainer.model.policy import CausalLM, middle
 from grpo_trainer.optim.loss_scale import GatheredGradients, LossScale, own_part
 from grpo_trainer.optim.master_update import LearningRate, MasterUpdate, Schedule, build_update
 from grpo_trainer.optim.rules import ADAM, Adam, AdamW32, State, StepOptions
-from grpo_trainer.ranks.group import Ranks
+from grpo_trainer.ranks import Ranks
 
 MASTER = "master"
 WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256

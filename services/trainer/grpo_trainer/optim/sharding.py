@@ -31,7 +31,7 @@ from grpo_trainer.model.forward import ForwardPass
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy import CausalLM, device_of, layers_of
 from grpo_trainer.optim.master_optimizer import MASTER, MasterOptimizer
-from grpo_trainer.ranks.group import Ranks
+from grpo_trainer.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from grpo_trainer.learner import Learner
 from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
-from grpo_trainer.ranks.group import ALONE
+from grpo_trainer.ranks import ALONE
 from tests.silent_faults import faults
 from tests.silent_faults.faults import Fault, micro_batch_dropped
 from tests.unit.trainer.forward_rig import adapted, qwen

@@ -30,7 +30,7 @@ from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.packing import Layout, padded
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.ranks.group import ALONE
+from grpo_trainer.ranks import ALONE
 from grpo_trainer.roles import Lead
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.provenance import ProvenanceLog

@@ -19,7 +19,7 @@ from grpo_trainer.errors import LostRank, NonFiniteLoss
 from grpo_trainer.learner import GradientStats, build_learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights, broadcast_policy
-from grpo_trainer.ranks.group import ALONE, Ranks, join
+from grpo_trainer.ranks import ALONE, Ranks, join
 from tests.support.forked import forked
 from tests.unit.trainer.forward_rig import ragged_batch
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo_core.tree.optim import ProcessOptions
-from grpo_trainer.ranks.group import EXIT_FAILED, Heartbeat, join
+from grpo_trainer.ranks import EXIT_FAILED, Heartbeat, join
 from tests.support.forked import forked
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for

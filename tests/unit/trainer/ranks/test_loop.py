@@ -22,7 +22,7 @@ from grpo_core.wire.run_api import RunStatus
 from grpo_runs.offline.local import WeightsInProcess
 from grpo_runs.replay.command import replay_run
 from grpo_runs.settings.replay import ReplaySettings
-from grpo_trainer.ranks.group import ALONE, Ranks
+from grpo_trainer.ranks import ALONE, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
 from tests.support.forked import forked

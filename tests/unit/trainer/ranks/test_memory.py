@@ -23,7 +23,7 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, shard
-from grpo_trainer.ranks.group import LEADER, Ranks
+from grpo_trainer.ranks import LEADER, Ranks
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 

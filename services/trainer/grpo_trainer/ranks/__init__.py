@@ -1,1 +1,0 @@
-"""Several trainer processes (ranks): they share the computation of each step."""
