@@ -12,8 +12,9 @@ of a micro-batch with T targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from statistics import fmean
 
@@ -314,11 +315,7 @@ def _sum_by(values: Tensor, rollout: Tensor) -> Tensor:
 def log_likelihoods(batch: Batch) -> Tensor:
     """[sequences] sum of the reference model's logprobs over each completion's trained tokens, in
     the order of the groups. Args: batch: with the reference's logprobs"""
-    sums = []
-    for micro in batch.micro_batches:
-        assert micro.reference_logp is not None
-        sums.append(torch.where(micro.token_weight > 0, micro.reference_logp, 0.0).sum(-1))
-    return batch.in_group_order(sums)
+    return _over_trained(batch, lambda _, reference: reference)
 
 
 def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
@@ -330,11 +327,16 @@ def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
 
     Args: batch: with the reference's logprobs
     """
+    return _over_trained(batch, partial(kl_terms, estimator=estimator))
+
+
+def _over_trained(batch: Batch, value: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Args: value: of the behaviour logprobs and the reference's: [B, T] each"""
     sums = []
     for micro in batch.micro_batches:
         assert micro.reference_logp is not None
-        terms = kl_terms(micro.behaviour_logp, micro.reference_logp, estimator)
-        sums.append(torch.where(micro.token_weight > 0, terms, 0.0).sum(-1))
+        values = value(micro.behaviour_logp, micro.reference_logp)
+        sums.append(torch.where(micro.token_weight > 0, values, 0.0).sum(-1))
     return batch.in_group_order(sums)
 
 

@@ -112,7 +112,7 @@ def _after_nine_steps(
     """The master weights after the first and after the last of nine steps on random gradients."""
     drawn = torch.Generator().manual_seed(3)
     master = 1 + torch.rand(size, generator=drawn)
-    state, first = update.initial_state(master), master
+    state, first = update.rule.initial_state(master), master
     for step in range(9):
         gradient = torch.randn(size, generator=drawn)
         update.step(master, gradient, state, StepOptions(1e-6, weight_decay))

@@ -11,6 +11,7 @@ import structlog
 
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import SERVED_KEPT
+from grpo_trainer.atomic_files import remove_directory
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore, capture, checksum_of_untrained
 from grpo_trainer.checks.served_weights import Bound
@@ -22,7 +23,6 @@ from grpo_trainer.model.loading import (
     FINAL_MODEL,
     TrainedWeights,
     model_tensors,
-    remove_checkpoint,
 )
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -143,7 +143,9 @@ class Saver:
             return
         self._checkpoints = [*(kept for kept in self._checkpoints if kept != name), name]
         while len(self._checkpoints) > settings.keep_checkpoints:
-            remove_checkpoint(settings.save_path / self._checkpoints.pop(0))
+            oldest = settings.save_path / self._checkpoints.pop(0)
+            if remove_directory(oldest):
+                log.info("export.removed", directory=str(oldest))
 
     def _save_state(self, position: Position, *, acknowledges: bool = True) -> None:
         started = time.monotonic()
@@ -156,10 +158,10 @@ class Saver:
             position,
             run_uuid,
             self._frozen,
-            self._checkpoints,
-            self.bound.noise,
-            self.coefficients.kl.to_save,
-            self.coefficients.tau.to_save,
+            checkpoints=tuple(self._checkpoints),
+            noise=self.bound.noise,
+            kl_coef=self.coefficients.kl.to_save,
+            maxent=self.coefficients.tau.to_save,
         )
         tensors = self.optimizer.tensors(list(record.parameters))
         directory = self.store.save(record, tensors)

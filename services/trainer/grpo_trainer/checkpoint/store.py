@@ -17,10 +17,10 @@ import base64
 import hashlib
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy
 import torch
@@ -106,14 +106,13 @@ def capture(
     position: Position,
     run_uuid: str,
     frozen: int | None,
-    checkpoints: Sequence[str] = (),
-    noise: float | None = None,
-    kl_coef: float | None = None,
-    maxent: tuple[float, float] | None = None,
+    **others: Any,
 ) -> StateRecord:
     """The record of a checkpoint between two steps, without its files.
 
-    Args: frozen: `checksum_of_untrained` at the start
+    Args:
+        frozen: `checksum_of_untrained` at the start
+        others: fields that optional parts of the trainer know
     """
     return StateRecord(
         step=position.step,
@@ -129,11 +128,8 @@ def capture(
         frozen=frozen,
         rng=RngState.capture(),
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
-        checkpoints=tuple(checkpoints),
-        noise=noise,
-        kl_coef=kl_coef,
-        maxent=maxent,
         wandb_group=settings.wandb_group,
+        **others,
     )
 
 

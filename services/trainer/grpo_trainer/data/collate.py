@@ -186,6 +186,7 @@ class _Row:
     behaviour_logp: list[float]
     temperature: float
     is_logged: bool
+    origin: Origin
 
 
 def collate(
@@ -202,7 +203,7 @@ def collate(
         cut: divides the sequences into micro-batches
         objective: decides the token weights
     """
-    rows = [row for usable in groups for row in _rows(usable, seq_len)]
+    rows = [row for i, usable in enumerate(groups) for row in _rows(i, usable, seq_len)]
     weigh = partial(
         token_weights,
         aggregation=objective.aggregation,
@@ -210,20 +211,26 @@ def collate(
         tokens=sum(sum(row.trained) for row in rows),
         constant=objective.aggregation_tokens or seq_len,
     )
-    origins = [origin for i, group in enumerate(groups) for origin in _origins(i, group)]
     micro_batches = cut([row.inputs for row in rows], tokens_per_micro_batch)
     return Batch(
         micro_batches=[_micro_batch([rows[i] for i in part], weigh) for part in micro_batches],
-        origins=[origins[i] for part in micro_batches for i in part],
+        origins=[rows[i].origin for part in micro_batches for i in part],
         order=[i for part in micro_batches for i in part],
         stats=batch_stats(groups, seq_len),
     )
 
 
-def _rows(usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
-    group = usable.group
+def _rows(index: int, usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
+    """Args: index: of the group in the batch"""
+    group, versions = usable.group, usable.facts.policy_version
+    if len(versions) != group.size:
+        versions = []
+    # The first and the last in alphabetical order differ where any two differ.
+    shared = common_prefix(min(group.tokens), max(group.tokens))
     for i in range(group.size):
         tokens, masks = group.tokens[i][:seq_len], group.masks[i][:seq_len]
+        first, last = versions[i] if versions else (None, None)
+        version = first if first == last and usable.is_logged else None
         yield _Row(
             inputs=tokens[:-1],
             targets=tokens[1:],
@@ -231,20 +238,8 @@ def _rows(usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
             behaviour_logp=usable.inference_logprobs[i][1:seq_len],
             temperature=usable.temperatures[i],
             is_logged=usable.is_logged or usable.has_own_logprobs,
+            origin=Origin(index, group.env_id, version, group.size, shared),
         )
-
-
-def _origins(index: int, usable: UsableGroup) -> Iterable[Origin]:
-    group = usable.group
-    versions = usable.facts.policy_version
-    if len(versions) != group.size:
-        versions = []
-    # The first and the last in alphabetical order differ where any two differ.
-    shared = common_prefix(min(group.tokens), max(group.tokens))
-    for i in range(group.size):
-        first, last = versions[i] if versions else (None, None)
-        version = first if first == last and usable.is_logged else None
-        yield Origin(index, group.env_id, version, group.size, shared)
 
 
 def _micro_batch(rows: list[_Row], weigh: Callable[[Tensor], Tensor]) -> MicroBatch:

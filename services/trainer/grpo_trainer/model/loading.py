@@ -21,7 +21,7 @@ from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG
 from grpo_core.weights.model_files import load_tokenizer, require_whole_model, save_pretrained
 from grpo_core.weights.ref import WeightKind
-from grpo_trainer.atomic_files import remove_directory, whole_directory
+from grpo_trainer.atomic_files import whole_directory
 from grpo_trainer.errors import (
     NoSuchDevice,
     PolicyMismatch,
@@ -277,9 +277,3 @@ def write_adapter(policy: CausalLM, directory: Path) -> None:
     if isinstance(config["target_modules"], list):
         config["target_modules"].sort()
     file.write_text(json.dumps(config, indent=2, sort_keys=True))
-
-
-def remove_checkpoint(directory: Path) -> None:
-    """Remove an exported model. A failure is logged and training continues."""
-    if remove_directory(directory):
-        log.info("export.removed", directory=str(directory))

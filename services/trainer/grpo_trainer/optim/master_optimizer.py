@@ -146,7 +146,7 @@ class MasterOptimizer:
         """Size of what `tensors` returns once every parameter has taken a step."""
         pairs = zip(self.masters, self._shapes, strict=True)
         masters = [master.new_empty(shape, device="meta") for master, shape in pairs]
-        states = [self._update.initial_state(master) for master in masters]
+        states = [self._update.rule.initial_state(master) for master in masters]
         kept = [*masters, *(tensor for state in states for tensor in state.values())]
         return sum(tensor.nbytes for tensor in kept)
 
@@ -164,7 +164,7 @@ class MasterOptimizer:
         """Load the tensors of one parameter, by kind."""
         master = self.masters[index]
         master.copy_(saved.pop(MASTER))
-        self._states[index] = self._update.restored(saved, master) if saved else {}
+        self._states[index] = self._update.rule.restored(saved, master) if saved else {}
         self._staged[index] = None
 
     @torch.no_grad()
@@ -199,7 +199,7 @@ class MasterOptimizer:
         gradient, master = self.gradients.pop(index), self.masters[index]
         if gradient is None:
             return
-        state = self._states[index] or self._update.initial_state(master)
+        state = self._states[index] or self._update.rule.initial_state(master)
         self._update.step(master, gradient, state, options)
         del gradient  # frees the memory that the staging copy needs
         self._states[index] = state

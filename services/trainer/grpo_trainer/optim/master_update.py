@@ -70,12 +70,6 @@ class MasterUpdate:
         if self.rounding is not None:
             self.rounding.begin_step(step)
 
-    def initial_state(self, master: Tensor) -> State:
-        return self.rule.initial_state(master)
-
-    def restored(self, saved: State, master: Tensor) -> State:
-        return self.rule.restored(saved, master)
-
     def step(self, master: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
         """Update one master weight tensor in place."""
         wide = master.float()  # no copy if they are fp32

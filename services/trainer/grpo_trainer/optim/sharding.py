@@ -176,7 +176,7 @@ class RankOptimizer(MasterOptimizer):
             master = self.masters[index]
             shape = master.shape if self._sharded is None else self._sharded.shapes[name]
             whole = torch.empty(shape, dtype=master.dtype, device=master.device)
-            state = self._update.initial_state(whole) if has_state[index] else {}
+            state = self._update.rule.initial_state(whole) if has_state[index] else {}
             own: dict[str, Tensor] = {}
             for kind, place in {MASTER: whole, **state}.items():
                 if self._ranks.leads:

@@ -6,7 +6,6 @@ training does not need these files.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -184,7 +183,9 @@ def prepare_steps(directory: Path, steps_taken: int | None, option: str) -> None
         if steps_taken is not None:
             remove_later_steps(directory, steps_taken)
         elif directory.is_dir() and steps_in(directory):
-            _move_away(directory)
+            aside = free_name(directory)
+            directory.rename(aside)
+            log.info("steps.renamed", directory=str(directory), renamed_to=str(aside))
     except OSError as error:
         raise CheckpointNotSaved(
             f"{directory} contains files of an earlier run and cannot be changed: {error}; move "
@@ -192,11 +193,9 @@ def prepare_steps(directory: Path, steps_taken: int | None, option: str) -> None
         ) from error
 
 
-def _move_away(directory: Path) -> None:
-    numbers = itertools.count(1)
-    aside = next(p for n in numbers if not (p := Path(f"{directory}.{n}")).exists())
-    directory.rename(aside)
-    log.info("steps.renamed", directory=str(directory), renamed_to=str(aside))
+def free_name(path: Path) -> Path:
+    """`path.1`, or the next free number."""
+    return next(p for n in count(1) if not (p := Path(f"{path}.{n}")).exists())
 
 
 def _save_tokenizer(model: str, directory: Path) -> None:

@@ -4,7 +4,6 @@ and its rollouts to files."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import sys
@@ -33,6 +32,7 @@ from grpo_trainer.telemetry.prometheus import TrainerMetrics
 from grpo_trainer.telemetry.rollouts import (
     RolloutWriter,
     StepRollouts,
+    free_name,
     prepare_rollouts,
     rollouts_directory,
     sample_table,
@@ -242,8 +242,7 @@ def rotate_records(path: Path) -> None:
     """
     if not path.is_file() or not path.stat().st_size:
         return
-    numbers = itertools.count(1)
-    aside = next(p for n in numbers if not (p := path.with_name(f"{path.name}.{n}")).exists())
+    aside = free_name(path)
     try:
         path.rename(aside)
     except OSError as error:
