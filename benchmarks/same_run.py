@@ -3,9 +3,9 @@
     python -m benchmarks.same_run --save before.json
     python -m benchmarks.same_run --compare before.json   # exits with 1 if a run differs
 
-Each run trains the tiny model for 20 steps on the same groups: in the four modes, with a KL
-penalty, on two ranks with and without FSDP2, and with the offline trainer. Every process is started
-by its command line.
+Each run trains the tiny model for 20 steps on the same groups: in the four modes, with restarts, a
+KL penalty, a teacher, float16 or dropout, on two ranks with and without FSDP2, and with the offline
+trainer. Every process is started by its command line.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ CASES = {
     "none": Case("none"),
     "none, KL penalty": Case("none", KL),
     "none, MaxEnt": Case("none", ("--objective", "maxent", "--maxent-tau", "1")),
+    "none, teacher": Case("none", ("--distill-coef", "0.5")),
+    "none, float16": Case("none", server=("--dtype", "float16")),
+    "none, restarts": Case("none", ("--publish", "restart")),
+    "lora_only, dropout": Case("lora_only", ("--lora-dropout", "0.1"), ADAPTER),
     "none, two ranks": Case("none", KL, command=TORCHRUN),
     "none, two ranks, FSDP2": Case("none", ("--fsdp", "--kl-coef", "0.1"), command=TORCHRUN),
     "lora_only, two ranks": Case("lora_only", server=ADAPTER, command=TORCHRUN),
@@ -81,23 +85,22 @@ OFFLINE_KEYS = (
 )
 
 
-def sampled_groups(
-    model_path: Path, steps: int = STEPS, completion_tokens: int = COMPLETION_TOKENS
-) -> list[dict[str, Any]]:
-    """Groups for all steps, sampled from the initial weights; their scores are random."""
+def sampled_groups(model_path: Path) -> list[dict[str, Any]]:
+    """Groups for all steps, sampled from the initial weights; their scores are random. The teacher
+    gives each token a logprob of -1."""
     torch.manual_seed(0)
     numbers = random.Random(0)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
     groups = []
-    for _ in range(steps * BATCH_SIZE // GROUP_SIZE):
+    for _ in range(STEPS * BATCH_SIZE // GROUP_SIZE):
         prompt = tokenizer.encode(f"{numbers.randrange(100)}+{numbers.randrange(100)}=")
         sampled = model.generate(
             torch.tensor([prompt] * GROUP_SIZE),
             do_sample=True,
             top_k=0,
-            min_new_tokens=completion_tokens,
-            max_new_tokens=completion_tokens,
+            min_new_tokens=COMPLETION_TOKENS,
+            max_new_tokens=COMPLETION_TOKENS,
         )
         with torch.no_grad():
             logits = model(sampled).logits[:, :-1]
@@ -111,6 +114,8 @@ def sampled_groups(
                 "inference_logprobs": [
                     [PROMPT_LOGPROB] * first + row for row in logprobs[:, first - 1 :].tolist()
                 ],
+                "distill_token_ids": sampled[..., None].tolist(),
+                "distill_logprobs": torch.full((*sampled.shape, 1), -1.0).tolist(),
             }
         )
     return groups
@@ -137,16 +142,14 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def services(
-    case: Case, model: Path, directory: Path, steps: int = STEPS
-) -> Iterator[tuple[str, list[str]]]:
-    """Redis, run-api with a registered run, and a server. Gives run-api's URL, and the options of
-    a trainer that takes part."""
+def services(case: Case, model: Path, directory: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Redis, run-api with a registered run, and a server. Gives run-api's URL, that of the server's
+    state, and the options of a trainer that takes part."""
     redis, api, server, health = (free_port() for _ in range(4))
     redis_url, saved = f"redis://127.0.0.1:{redis}/0", directory / "saved"
     (saved / "served_weights").mkdir(parents=True)
     (directory / "redis").mkdir()
-    api_url = f"http://127.0.0.1:{api}"
+    api_url, health_url = f"http://127.0.0.1:{api}", f"http://127.0.0.1:{health}"
     python = sys.executable
     of_run = ("--redis-url", redis_url, "--run-id", "same")
     files = case.mode != "shared_vllm"
@@ -170,7 +173,7 @@ def services(
             (
                 "vllm-server",
                 [python, "-m", "grpo_vllm", *words],
-                lambda: answers(f"http://127.0.0.1:{health}/healthz"),
+                lambda: answers(f"{health_url}/healthz"),
             ),
         ):
             stack.enter_context(running(name, command, directory, is_ready))
@@ -188,9 +191,10 @@ def services(
             client.register(registration)
         yield (
             api_url,
+            f"{health_url}/status",
             [
                 *("--model", str(model), "--mode", case.mode, "--run-api-url", api_url),
-                *("--inference-url", f"http://127.0.0.1:{server}", "--steps", str(steps)),
+                *("--inference-url", f"http://127.0.0.1:{server}", "--steps", str(STEPS)),
                 *("--batch-size", str(BATCH_SIZE), "--gradient-accumulation-steps", "1"),
                 *("--metrics-file", str(directory / "metrics.jsonl"), "--save-path", str(saved)),
                 *("--checkpoint-interval", "0"),
@@ -200,15 +204,11 @@ def services(
         )
 
 
-def submit(api_url: str, groups: list[dict[str, Any]]) -> None:
-    for group in groups:
-        httpx.post(f"{api_url}/scored_data", json=group).raise_for_status()
-
-
 def run(case: Case, model: Path, groups: list[dict[str, Any]], directory: Path) -> dict[str, Any]:
     """What a run of `grpo` computed."""
-    with services(case, model, directory) as (api_url, options):
-        submit(api_url, groups)
+    with services(case, model, directory) as (api_url, status_url, options):
+        for group in groups:
+            httpx.post(f"{api_url}/scored_data", json=group).raise_for_status()
         options += ["--lr", "1e-3", "--seq-len", "64", "--tokens-per-micro-batch", "40"]
         options += ["--state-interval", "7"]
         if case.mode in ("none", "lora_restart"):
@@ -217,6 +217,7 @@ def run(case: Case, model: Path, groups: list[dict[str, Any]], directory: Path) 
         with running("trainer", command, directory, lambda: True) as trainer:
             if trainer.wait(DEADLINE_S):
                 raise SystemExit(f"the trainer failed:\n{trainer.log_tail(40)}")
+        restarts = httpx.get(status_url).json()["restarts"]
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     values = [(line["train/loss"], line["train/grad_norm"]) for line in lines]
     exported = "adapter_model" if "lora" in case.mode else "model"
@@ -224,6 +225,7 @@ def run(case: Case, model: Path, groups: list[dict[str, Any]], directory: Path) 
         "losses": [loss for loss, _ in values],
         "norms": [norm for _, norm in values],
         "weights": _checksum((directory / "saved").glob(f"final_*/{exported}.safetensors")),
+        "restarts": restarts,
     }
 
 
@@ -270,8 +272,9 @@ def main() -> None:
         one = found[name]
         verdict = ""
         if name in expected:
-            verdict = "same" if one == expected[name] else "DIFFERS"
-            differ += [name] if one != expected[name] else []
+            others = [fact for fact, value in expected[name].items() if one.get(fact) != value]
+            verdict = f"DIFFERS in {', '.join(others)}" if others else "same"
+            differ += [name] if others else []
         last = one["losses"][-1] if one["losses"] else math.nan
         sys.stdout.write(
             f"{name:24} last loss {last:+.9f}, grad norm {one['norms'][-1]:.9f}, "
