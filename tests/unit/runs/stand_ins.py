@@ -174,6 +174,8 @@ EVALUATION = evaluation(
 ).model_dump(mode="json")
 ENVIRONMENT = f"""
 from stand_in_common import *
+if "--dry-run" in sys.argv:
+    raise SystemExit
 note_pid("environment")
 print(*sys.argv[1:], flush=True)
 if sys.argv[1] == "arithmetic":
