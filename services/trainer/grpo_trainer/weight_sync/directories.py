@@ -1,7 +1,8 @@
-"""Writes each published version of the weights into a directory of its own, with its manifest, and
-serves the files over HTTP to servers that do not see the trainer's disk.
+"""Writes each published version of the weights into a directory of its own, with its manifest.
 
-GET /weights/<epoch>-<step>/<file>     with `Range`, and with the server's API key if it has one
+`WeightSource` serves the files over HTTP to servers that do not see the trainer's disk:
+
+    GET /weights/<epoch>-<step>/<file>     with `Range`, and with the server's API key if it has one
 """
 
 from __future__ import annotations
