@@ -28,7 +28,8 @@ from grpo_core.weights.versions import (
     version_of,
 )
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.supervisor.follower import Check, CommitRefused, Follower
+from grpo_vllm.supervisor.commits import CommitRefused
+from grpo_vllm.supervisor.follower import Check, Follower
 from grpo_vllm.weights.fetch import Fetcher, Staged
 from grpo_vllm.weights.staging import StagingFull
 from grpo_vllm.weights.transport import SourceFailed
@@ -214,7 +215,7 @@ class Copies:
 
 @dataclass
 class Engine:
-    """A seat that records what it serves. `refuses`: ids; `commit_s`: of each commit."""
+    """A `CommitQueue` that records what it serves. `refuses`: ids; `commit_s`: of each commit."""
 
     served: list[WeightRef] = field(default_factory=list)
     renamed: list[PolicyVersion] = field(default_factory=list)

@@ -1,7 +1,8 @@
 """Follows the versions that the trainer announces: fetches, verifies and commits the newest one.
 
 The follower decides only by the version log. It touches no file and no engine: those are behind
-`Fetcher` and `Seat`, and its clock is the event loop's. So a simulation can run a thousand of them.
+`Fetcher` and `CommitQueue`, and its clock is the event loop's. So a simulation can run a thousand
+of them.
 
     join      before the first engine: bring the newest version here, which that engine starts with
     follow    while it serves: fetch each newer version in the background, then commit it
@@ -13,17 +14,17 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import structlog
 
-from grpo_core.errors import GrpoError, ProtocolViolation
+from grpo_core.errors import ProtocolViolation
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import ABSENT_AFTER_S
 from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.weights.versions import Announcement, VersionKind
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_vllm.supervisor.commits import CommitQueue, CommitRefused
 from grpo_vllm.weights.fetch import Fetcher, FetchOverdue, Staged
 from grpo_vllm.weights.staging import NotFetched, StagingFull
 
@@ -36,31 +37,6 @@ NOT_TO_WAIT = (
     "--no-await-weights or with another --run-id"
 )
 BEFORE_ALL = PolicyVersion(0, 0)
-
-
-class CommitRefused(GrpoError):
-    """The engine does not take these weights; it serves the previous ones again."""
-
-
-class Seat(Protocol):
-    """Where versions are committed: the supervisor's engine. `version`: of the weights that it
-    serves or starts with; an operator may have changed them."""
-
-    @property
-    def version(self) -> PolicyVersion: ...
-
-    async def rename(self, version: PolicyVersion) -> None:
-        """Give the served weights another name."""
-        ...
-
-    async def commit(self, weights: WeightRef, restarts: bool) -> float:
-        """Serve the weights: every request from now on is answered by them. Returns the seconds of
-        the pause. Raises `CommitRefused`."""
-        ...
-
-    def in_use(self) -> frozenset[str]:
-        """Ids of the directories that the engine may still read."""
-        ...
 
 
 Check = Callable[[Staged], Awaitable[None]]
@@ -99,14 +75,14 @@ class Follower:
         self,
         versions: ServerVersionLog,
         fetcher: Fetcher,
-        seat: Seat,
+        commits: CommitQueue,
         check: Check,
         max_staleness: int | None = None,
         report: Callable[[], Awaitable[None]] = _unreported,
     ) -> None:
         self._versions = versions
         self._fetcher = fetcher
-        self._seat = seat
+        self._commits = commits
         self._check = check
         self._max_staleness = max_staleness
         self._report = report
@@ -131,7 +107,7 @@ class Follower:
         """Ids of the versions whose files this server may still read."""
         here = self._held.values()
         names = (staged.directory.name for staged in here if staged.directory is not None)
-        return frozenset([*self._held, *names]) | self._seat.in_use()
+        return frozenset([*self._held, *names]) | self._commits.in_use()
 
     @property
     def behind(self) -> str:
@@ -246,16 +222,16 @@ class Follower:
 
     async def _catch_up(self, announced: Announcement) -> None:
         served = self._served
-        is_served = served is not None and self._seat.version == served.announced.version
+        is_served = served is not None and self._commits.version == served.announced.version
         if served is not None and is_served and is_same(served.announced, announced):
             await self._check(Staged(announced, None))
-            await self._seat.rename(announced.version)
+            await self._commits.rename(announced.version)
             renamed = replace(served, announced=announced)
             self._held[announced.id] = renamed
             self._serves(renamed, previous=self._previous)
             return
         staged = await self._fetched(announced)
-        pause_s = await self._seat.commit(weights_of(staged), announced.restarts)
+        pause_s = await self._commits.commit(weights_of(staged), announced.restarts)
         self._serves(staged, previous=self._served)
         self.progress.pause_s = round(pause_s, 3)
         log.info(
@@ -310,7 +286,7 @@ class Follower:
     async def _tidy(self) -> None:
         """Delete copies that are neither served, nor the previous ones, nor in use."""
         kept = {s.directory for s in (self._served, self._previous) if s is not None}
-        used = self._seat.in_use()
+        used = self._commits.in_use()
         for number, staged in list(self._held.items()):
             directory = staged.directory
             if directory in kept or (directory is not None and directory.name in used):

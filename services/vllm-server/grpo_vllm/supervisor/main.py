@@ -31,8 +31,7 @@ from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory
 from grpo_vllm.supervisor.joining import FirstWeights, joined, require_like_others, servable
 from grpo_vllm.supervisor.ownership import RunOwner
-from grpo_vllm.supervisor.reporter import Report, to_nobody
-from grpo_vllm.supervisor.supervisor import Supervisor
+from grpo_vllm.supervisor.supervisor import Report, Supervisor, to_nobody
 from grpo_vllm.weights.fetch import Fetcher
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import make_private_directory
@@ -120,7 +119,7 @@ async def _following(
     fetcher = Fetcher(versions, transport, staging, settings.weights_url)
     check, max_staleness = servable(settings), settings.max_staleness
     follower = Follower(
-        versions, fetcher, supervisor.seat, check, max_staleness, supervisor.reporter.now
+        versions, fetcher, supervisor.commits, check, max_staleness, supervisor.report_now
     )
     stack.push_async_callback(follower.close)
     supervisor.follow(follower, fetcher, functools.partial(require_like_others, settings, versions))

@@ -8,7 +8,6 @@ joining ─▶ starting ─▶ serving ─▶ draining ─▶ restarting ─▶ 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from grpo_core.deadline import Deadline
 from grpo_core.security import refuse
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import directory_digest
@@ -24,13 +24,19 @@ from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.servers import ABSENT_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import serving
-from grpo_vllm.supervisor.engine import Engine, EngineSlot, ForkServer
+from grpo_vllm.supervisor.commits import Commit, CommitQueue, CommitRefused
+from grpo_vllm.supervisor.engine import (
+    LOAD_DEADLINE_S,
+    Engine,
+    EngineDoesNotAnswer,
+    EngineRefused,
+    EngineSlot,
+    ForkServer,
+)
 from grpo_vllm.supervisor.follower import Follower, Progress
 from grpo_vllm.supervisor.host import Sockets
 from grpo_vllm.supervisor.joining import FirstWeights
-from grpo_vllm.supervisor.reporter import Report, Reporter
 from grpo_vllm.supervisor.restart_policy import RestartPolicy
-from grpo_vllm.supervisor.seat import EngineSeat, Restart, SupervisorState
 from grpo_vllm.weights.fetch import Fetcher
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
@@ -38,17 +44,25 @@ log = structlog.get_logger()
 
 END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
+RENAME_AGAIN_S = 1.0
 EXIT_FAILED = 1
 UNCHECKED = "this server is not yet known to fit the run"
 
 Fits = Callable[[str], Awaitable[None]]
 """Takes the data type of the first engine. Raises an error if it is not that of the run."""
+Report = Callable[[ServerStatus], Awaitable[None]]
+
+
+async def to_nobody(_status: ServerStatus) -> None:
+    """The report of a server without Redis."""
 
 
 class Supervisor:
-    """Args:
-    store: records the served weights, except in `shared_vllm`, where the engine records them
-    host: starts engines
+    """Needs a running event loop.
+
+    Args:
+        store: records the served weights, except in `shared_vllm`, where the engine records them
+        host: starts engines
     """
 
     def __init__(
@@ -57,20 +71,24 @@ class Supervisor:
         self._settings = settings
         self._sockets = sockets
         self._store = store
-        self._state = SupervisorState()
         self._slot = EngineSlot(settings, sockets, host)
-        self.seat = EngineSeat(self._state, self._slot, self._save_served)
-        self.reporter = Reporter(self.status, self._state.news)
+        self.commits = CommitQueue()
         self._follower: Follower | None = None
         self._fetcher: Fetcher | None = None
         self._fits: Fits | None = None
         self._policy = RestartPolicy(settings.restart_limit)
-        self._restarts = self._crashes = 0
-        self._repeated: Restart | None = None
+        self._phase = ServerState.STARTING
+        self._reason = ""
+        """Why nothing is served now."""
+        self._restarts = self._crashes = self._torn = 0
         self._started = round(time.time(), 3)
         self._lost: PolicyVersion | None = None
         self._answered_at = 0.0
-        self._stop = asyncio.Event()
+        self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.report: Report = to_nobody
+        self._reporting = asyncio.Lock()
+        self._news = asyncio.Event()
+        """Set at each change that others should know of."""
 
     def follow(self, follower: Follower, fetcher: Fetcher, fits: Fits) -> None:
         """Commit what the follower brings. Call this before `run`."""
@@ -78,25 +96,36 @@ class Supervisor:
 
     def stop(self) -> None:
         """End the engine, so that `run` returns."""
-        self._stop.set()
+        if not self._stop.done():
+            self._stop.set_result(None)
 
     def ready(self) -> bool:
-        return self._state.serving and self._slot.answers
+        return self._serves and self._slot.answers
+
+    @property
+    def _serves(self) -> bool:
+        return self._phase in (ServerState.SERVING, ServerState.COMMITTING)
 
     def status(self) -> ServerStatus:
-        now, slot, given, fetcher = self._state, self._slot, self._settings, self._fetcher
+        weights, slot, given, fetcher = (
+            self.commits.weights,
+            self._slot,
+            self._settings,
+            self._fetcher,
+        )
         progress = self._follower.progress if self._follower else Progress()
-        in_use = self._follower.in_use if self._follower else self.seat.in_use()
+        in_use = self._follower.in_use if self._follower else self.commits.in_use()
+        is_behind = self._phase is ServerState.SERVING and self._behind()
         return ServerStatus(
             name=given.server_name,
             url=given.advertise_url,
             weights_url=given.weights_url if given.follows else "",
-            state=self._seen_from_outside(),
-            **now.weights.version.fields(),
-            kind=now.weights.kind,
-            path=str(now.weights.path or ""),
+            state=ServerState.BEHIND if is_behind else self._phase,
+            **weights.version.fields(),
+            kind=weights.kind,
+            path=str(weights.path or ""),
             dtype=slot.dtype,
-            reason=now.reason or self._behind() or progress.reason,
+            reason=self._reason or self._behind() or progress.reason,
             fetching=progress.fetching,
             in_use=" ".join(sorted(in_use)),
             refused=progress.refused,
@@ -109,20 +138,13 @@ class Supervisor:
             failed_sources=fetcher.failed_sources if fetcher else 0,
             restarts=self._restarts,
             crashes=self._crashes,
-            torn=self.seat.torn,
+            torn=self._torn,
             dropped_requests=slot.channel.dropped,
             generation_tokens=slot.generation_tokens,
             engine_pid=slot.engine.pid if slot.engine else 0,
             started=self._started,
             time=round(time.time(), 3),
         )
-
-    def _seen_from_outside(self) -> ServerState:
-        if not self._state.serving:
-            return self._state.phase
-        if self.seat.loading:
-            return ServerState.COMMITTING
-        return ServerState.BEHIND if self._behind() else ServerState.SERVING
 
     def _behind(self) -> str:
         return self._follower.behind if self._follower else ""
@@ -133,27 +155,21 @@ class Supervisor:
         report: Report,
         others: Iterable[Callable[[], Awaitable[None]]] = (),
     ) -> int:
-        """Run until `stop`. Returns the exit status: 0, or that of a first engine that failed to
-        start.
+        """`serve`, and report.
 
         Args:
             first: brings the weights of the first engine; its errors end the server
             report: takes the status every second, and whenever it changes
             others: run beside; an error of one ends the server
         """
-        self.reporter.send = report
+        self.report = report
         await self._slot.measure_memory()
         beside: list[asyncio.Future[None]] = [
-            asyncio.create_task(self.reporter.run()),
-            asyncio.create_task(self._look_for_ever()),
-            *(asyncio.ensure_future(other()) for other in others),
+            asyncio.ensure_future(each())
+            for each in (self._report_for_ever, self._look_for_ever, *others)
         ]
         try:
-            if not await self._join(first, beside):
-                return 0
-            if self._follower is not None:
-                beside.append(asyncio.create_task(self._follower.follow()))
-            return await self._keep_serving(beside)
+            return await self.serve(first, beside)
         finally:
             if self._slot.engine is not None:
                 await self._slot.end()
@@ -161,196 +177,288 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
 
-    async def _join(self, first: FirstWeights, beside: list[asyncio.Future[None]]) -> bool:
-        """Get the weights of the first engine. False if told to stop."""
-        self._state.phase = ServerState.JOINING
-        joining = asyncio.ensure_future(first())
-        try:
-            await self._first_of(asyncio.Event(), joining, *beside)
-            _raise_errors(beside)
-            if self._stop.is_set():
-                return False
-            self._state.has_served(joining.result())
-        finally:
-            joining.cancel()
-            await asyncio.gather(joining, return_exceptions=True)
-        self._state.phase = ServerState.STARTING
-        return True
-
-    async def _keep_serving(self, beside: list[asyncio.Future[None]]) -> int:
-        first = True
-        while not self._stop.is_set():
-            self._state.launched = wanted = self._state.restart
-            if wanted is not None:
-                self._state.weights = wanted.weights
-            engine = await self._slot.launch(self._state.weights)
-            started = self._slot.channel.serving
-            await self._first_of(started, engine.ended, within_s=self._settings.engine_deadline_s)
-            if started.is_set():
-                if first and self._fits is not None:
-                    await self._slot.look(behind=UNCHECKED, hold=True)
-                    await self._fits(self._slot.dtype)
-                first = False
-                self._slot.channel.release_parked()
-                await self._serving(engine, beside)
+    async def serve(self, first: FirstWeights, beside: list[asyncio.Future[None]]) -> int:
+        """Start an engine, let it serve, and end it for new weights or after a crash; then the next
+        one, until `stop`. Returns the exit status: 0, or that of a first engine that failed to
+        start. Raises the error of a task in `beside` that ended."""
+        if not await self._join(first, beside):
+            return 0
+        commit: Commit | None = None
+        is_first = True
+        while not self._stop.done():
+            if commit is not None:
+                self.commits.weights = commit.weights
+            engine = await self._slot.launch(self.commits.weights)
+            if not await self._has_started(engine):
+                crashed, code = engine.ended.done(), await self._slot.end()
+                if self._stop.done():
+                    break
+                if is_first:
+                    return code if code > 0 else EXIT_FAILED
+                commit = await self._after_failed_start(commit, code, crashed)
                 continue
-            ended_itself = engine.ended.done()
-            code = await self._slot.end()
-            if self._stop.is_set():
-                break
-            if first and self._state.launched is None:
-                return code if code > 0 else EXIT_FAILED
-            await self._start_failed(code, ended_itself)
+            if is_first and self._fits is not None:
+                await self._slot.look(behind=UNCHECKED, hold=True)
+                await self._fits(self._slot.dtype)
+            is_first = False
+            self._slot.channel.release_parked()
+            await self._begin_serving(follows=commit is None)
+            if commit is not None and engine.ended.done():
+                self._enter(ServerState.RESTARTING)
+                commit = await self._after_failed_start(commit, await self._slot.end(), True)
+                continue
+            self._has_served(self.commits.weights)
+            if commit is not None:
+                commit.served.set_result(_now() - commit.began)
+            commit = await self._commit_to(engine, beside)
+            commit = await self._end(engine, commit)
         self._slot.channel.release_parked()
         return 0
 
-    async def _serving(self, engine: Engine, beside: list[asyncio.Future[None]]) -> None:
-        """Watch an engine that serves, until it has ended. Raises the error of a task in `beside`
-        that ended."""
-        self._policy.serving()
-        if self._follower is not None and self._state.launched is None:
-            self._follower.returned()  # versions may have been announced while the engine started
-        self._state.phase, self._state.reason = ServerState.SERVING, ""
-        self._answered_at = time.monotonic()
-        await self._look()
-        await self._save_served()
-        if engine.ended.done() and self._state.launched is not None:
-            self._state.phase = ServerState.RESTARTING
-            await self._start_failed(await self._slot.end())
-            return
-        self._state.has_served(self._state.weights)
-        self._state.answer_restart()
-        await self._first_of(self._state.requested, engine.ended, *beside)
-        _raise_errors(beside)
-        if self._stop.is_set() or engine.ended.done():
-            await self._after_crash_or_stop(engine)
-        elif self._state.restart is not None and self._state.restart.torn:
-            self._state.phase = ServerState.RESTARTING
-            await self._slot.end()
-            self._restarts += 1
-        else:
-            await self._drain(engine)
-
-    async def _after_crash_or_stop(self, engine: Engine) -> None:
-        """The engine crashed, or the supervisor was told to stop."""
-        self._state.phase = ServerState.RESTARTING
-        code = await self._slot.end()
-        if self._stop.is_set():
-            return
-        self._crashes += 1
-        self._state.reason = f"the engine ended with status {code}"
-        log.error("engine.crashed", status=code, pid=engine.pid)
-        await self._back_off()
-
-    async def _drain(self, engine: Engine) -> None:
-        """Drain and end the engine, so that the requested one can start."""
-        self._state.phase = ServerState.DRAINING
-        started, drain_s = time.monotonic(), self._settings.drain_s
-        dropped_before = self._slot.channel.dropped
-        await engine.drain(drain_s)
-        await engine.ended_within(drain_s + END_MARGIN_S)
-        self._state.phase = ServerState.RESTARTING
-        await self._slot.end()
-        log.info(
-            "engine.drained",
-            seconds=round(time.monotonic() - started, 2),
-            unanswered_requests=self._slot.channel.dropped - dropped_before,
-        )
-        self._restarts += 1
-
-    def _repeats(self, code: int) -> bool:
-        """Whether an engine that a signal ended while it started with new weights, for example the
-        kernel's for want of memory, is followed by another one with them: once."""
-        wanted = self._state.launched
-        if code >= 0 or wanted is self._repeated:
-            return False
-        self._repeated = wanted
-        self._crashes += 1
-        log.error("engine.crashed", status=code, hint="it was starting; the next one starts now")
+    async def _join(self, first: FirstWeights, beside: list[asyncio.Future[None]]) -> bool:
+        """Get the weights of the first engine. False if told to stop."""
+        self._enter(ServerState.JOINING)
+        joining = asyncio.ensure_future(first())
+        try:
+            await first_of(joining, self._stop, *beside)
+            _raise_errors(beside)
+            if self._stop.done():
+                return False
+            self._has_served(joining.result())
+        finally:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+        self._enter(ServerState.STARTING)
+        if self._follower is not None:
+            beside.append(asyncio.create_task(self._follower.follow()))
         return True
 
-    async def _start_failed(self, code: int, ended_itself: bool = True) -> None:
-        """An engine failed to start: roll back, retry, perhaps after a delay, or give up."""
+    async def _has_started(self, engine: Engine) -> bool:
+        """False if it ended, did not start in time, or at a stop."""
+        started, within_s = self._slot.channel.serving, self._settings.engine_deadline_s
+        await first_of(started.wait(), engine.ended, self._stop, within_s=within_s)
+        return started.is_set()
+
+    async def _begin_serving(self, follows: bool) -> None:
+        """Args: follows: versions may have been announced while the engine started"""
+        self._policy.serving()
+        if self._follower is not None and follows:
+            self._follower.returned()
+        self._enter(ServerState.SERVING)
+        self._reason, self._answered_at = "", _now()
+        await self._look()
+        await self._save_served()
+
+    async def _commit_to(self, engine: Engine, beside: list[asyncio.Future[None]]) -> Commit | None:
+        """Load what is requested into the engine, one after another. Returns the first request that
+        needs another engine; None when the engine has ended, or at a stop."""
+        while (commit := await self._next_commit(engine.ended, *beside)) is not None:
+            is_done = await self._apply(commit, engine, beside)
+            _raise_errors(beside)
+            if self._stop.done():
+                break
+            if is_done:
+                continue
+            if not (commit.renames and engine.ended.done()):
+                return commit
+            self.commits.requests.put_nowait(commit)  # for the next engine, with the same weights
+            break
+        _raise_errors(beside)
+        return None
+
+    async def _next_commit(self, *ends: asyncio.Future[Any]) -> Commit | None:
+        """None if told to stop, or if one of the futures ends first."""
+        taking = asyncio.create_task(self.commits.requests.get())
+        waits: list[asyncio.Future[Any]] = [taking, self._stop, *ends]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not taking.done():
+            taking.cancel()
+            return None
+        taking.result().began = _now()
+        return taking.result()
+
+    async def _apply(
+        self, commit: Commit, engine: Engine, beside: list[asyncio.Future[None]]
+    ) -> bool:
+        """Load the weights into the engine, or rename those that it has. False if the next engine
+        must start with them: it does not load them, or is *torn*, because it failed half-way."""
+        wanted, now = commit.weights, self.commits.weights
+        commit.renames |= not (wanted.trained or now.trained)  # the engine has the base model
+        if commit.renames:
+            commit.weights = now.model_copy(update={"version": wanted.version})
+            work = _rename(engine, wanted.version)
+        elif commit.restarts or wanted.path is None:
+            return False
+        else:
+            work = self._load(engine, wanted)
+        self._enter(ServerState.COMMITTING)
+        loading = asyncio.ensure_future(work)
+        await first_of(loading, engine.ended, self._stop, *beside)
+        self._enter(ServerState.SERVING)
+        try:
+            if not loading.done():
+                loading.cancel()
+                if commit.renames or not engine.ended.done():
+                    return False
+                raise EngineDoesNotAnswer(f"engine {engine.pid} ended while it loaded weights")
+            pause_s = loading.result()
+        except EngineRefused as error:
+            if commit.renames:
+                return self._tear(commit, error)
+            if wanted.kind is not WeightKind.ADAPTER:
+                return False
+            commit.served.set_exception(CommitRefused(str(error)))
+        except EngineDoesNotAnswer as error:
+            return self._tear(commit, error)
+        else:
+            self._has_served(commit.weights)
+            await self._save_served()
+            commit.served.set_result(pause_s)
+        return True
+
+    async def _load(self, engine: Engine, weights: WeightRef) -> float:
+        if weights.kind is not WeightKind.ADAPTER:
+            return await engine.update_weights(str(weights.path), weights.version)
+        self.commits.adapters = await engine.load_adapter(str(weights.path), weights.version)
+        return 0.0
+
+    def _tear(self, commit: Commit, error: Exception) -> bool:
+        commit.torn = True
+        self._torn += 1
+        version = tuple(commit.weights.version)
+        log.error("engine.torn", policy_version=version, reason=str(error))
+        return False
+
+    async def _end(self, engine: Engine, commit: Commit | None) -> Commit | None:
+        """End the engine, and drain it first if another one is wanted. One that crashed or is torn
+        has nothing to drain. Returns the request for which the next one starts."""
+        began, dropped_before = _now(), self._slot.channel.dropped
+        crashed, drain_s = engine.ended.done(), self._settings.drain_s
+        is_drained = commit is not None and not (commit.torn or crashed or self._stop.done())
+        if is_drained:
+            self._enter(ServerState.DRAINING)
+            await engine.drain(drain_s)
+            await engine.ended_within(drain_s + END_MARGIN_S)
+        self._enter(ServerState.RESTARTING)
+        code = await self._slot.end()
+        if is_drained:
+            seconds, dropped = round(_now() - began, 2), self._slot.channel.dropped - dropped_before
+            log.info("engine.drained", seconds=seconds, unanswered_requests=dropped)
+        if self._stop.done():
+            return None
+        if crashed:
+            self._crashes += 1
+            self._reason = f"the engine ended with status {code}"
+            log.error("engine.crashed", status=code, pid=engine.pid)
+            if commit is None:
+                return await self._back_off()
+        self._restarts += 1
+        return commit
+
+    async def _after_failed_start(
+        self, commit: Commit | None, code: int, crashed: bool
+    ) -> Commit | None:
+        """Retry, perhaps after a delay, roll back, or give up. Returns the request for which the
+        next engine starts. Args: crashed: the engine ended by itself"""
         reason = (
             f"the engine ended with status {code} before it answered requests; "
             "read the server's log"
         )
-        if self._state.launched is None:
-            self._state.reason = reason
-            await self._back_off()
-            return
-        if ended_itself and self._repeats(code):
-            return
+        if commit is None:
+            self._reason = reason
+            return await self._back_off()
+        if crashed and code < 0 and not commit.was_killed:  # for example by the kernel, for memory
+            commit.was_killed = True
+            self._crashes += 1
+            hint = "it was starting; the next one starts now"
+            log.error("engine.crashed", status=code, hint=hint)
+            return commit
         log.error(
             "weights.rolled_back",
-            requested=tuple(self._state.weights.version),
-            policy_version=tuple(self._state.previous.version),
+            requested=tuple(commit.weights.version),
+            policy_version=tuple(self.commits.previous.version),
             reason=reason,
         )
-        self._state.weights = self._state.previous
-        self._state.answer_restart(refused=reason)
+        self.commits.weights = self.commits.previous
+        commit.served.set_exception(CommitRefused(reason))
         self._restarts += 1
+        return None
 
-    async def _back_off(self) -> None:
-        self._state.phase = ServerState.RESTARTING
-        delay_s = self._policy.delay_after_failure(self._state.weights.version)
+    async def _back_off(self) -> Commit | None:
+        """Wait before the next engine starts. Returns the request for which it starts."""
+        self._enter(ServerState.RESTARTING)
+        commit, delay_s = None, self._policy.delay_after_failure(self.commits.version)
         if delay_s is None:
-            await self._give_up()
+            commit = await self._give_up()
         else:
             log.info("restart.scheduled", delay_s=delay_s, failures=self._policy.failures)
-            await self._first_of(self._state.requested, within_s=delay_s)
+            await first_of(self._stop, within_s=delay_s)
         self._restarts += 1
+        return commit
 
-    async def _give_up(self) -> None:
+    async def _give_up(self) -> Commit | None:
         """Answer every request with status 503, until new weights are announced."""
-        now = self._state
-        now.phase = ServerState.FAILED
-        now.reason = (
-            f"{now.reason}; {self._policy.failures} engines failed in a row, so no more "
+        self._reason = (
+            f"{self._reason}; {self._policy.failures} engines failed in a row, so no more "
             "engines are started. Fix the cause of the failures, then restart this server"
         )
-        log.error("restarts.exhausted", reason=now.reason)
-        async with serving(given_up(now.reason), self._sockets.public) as server:
+        self._enter(ServerState.FAILED)
+        log.error("restarts.exhausted", reason=self._reason)
+        async with serving(given_up(self._reason), self._sockets.public) as server:
             await server.adopt(self._slot.channel.take_parked())
-            await self._first_of(self._state.requested)
+            while (commit := await self._next_commit()) is not None and commit.renames:
+                version = {"version": commit.weights.version}
+                self._has_served(self.commits.weights.model_copy(update=version))
+                await self._save_served()
+                commit.served.set_result(0.0)
         self._policy.forget()
-        now.phase = ServerState.RESTARTING
+        self._enter(ServerState.RESTARTING)
+        return commit
 
-    async def _first_of(
-        self, event: asyncio.Event, *futures: asyncio.Future[Any], within_s: float | None = None
-    ) -> None:
-        """Return at the event, a stop, the end of a future, or after `within_s` seconds."""
-        waits = [asyncio.create_task(each.wait()) for each in (event, self._stop)]
-        await asyncio.wait(
-            [*waits, *futures], timeout=within_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in waits:
-            task.cancel()
+    def _enter(self, phase: ServerState) -> None:
+        self._phase = phase
+        self._news.set()
+
+    def _has_served(self, weights: WeightRef) -> None:
+        """Record that an engine serves these weights. A later rollback returns to them."""
+        self.commits.previous = self.commits.weights = weights
+        self._news.set()
 
     async def _save_served(self) -> None:
         """Record the served weights, so that a restarted supervisor serves them again."""
-        weights = self._state.weights
+        weights = self.commits.weights
         if not self._settings.share_weights and weights != WeightRef():
             await self._store.save(ServedWeights(weights, model=self._settings.model))
+
+    async def report_now(self) -> None:
+        """Returns when others can read the status of now. One report at a time is sent, so that no
+        older one follows."""
+        async with self._reporting:
+            self._news.clear()
+            await self.report(self.status())
+
+    async def _report_for_ever(self) -> None:
+        """Each second, and at once after a change."""
+        while True:
+            await self.report_now()
+            await first_of(self._news.wait(), within_s=REPORT_EVERY_S)
 
     async def _look_for_ever(self) -> None:
         changed = self._follower.changed if self._follower else asyncio.Event()
         while True:
             if changed.is_set():
-                self._state.news.set()
+                self._news.set()
             changed.clear()
-            if self._state.serving:
+            if self._serves:
                 await self._look()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_EVERY_S):
-                    await changed.wait()
+            await first_of(changed.wait(), within_s=REPORT_EVERY_S)
 
     async def _look(self) -> None:
         """Tell the engine whether its weights are too old, and note weights that changed without a
         commit: a trainer wrote in place, or an operator loaded or unloaded an adapter."""
-        if self._follower is not None and time.monotonic() - self._answered_at > ABSENT_AFTER_S:
+        if self._follower is not None and _now() - self._answered_at > ABSENT_AFTER_S:
             self._follower.returned()  # the engine was stopped; it may have missed a commit
-            self._answered_at = time.monotonic()
+            self._answered_at = _now()
         progress = self._follower.progress if self._follower else Progress()
         word: dict[str, str | bool] = {
             "behind": self._behind(),
@@ -359,11 +467,11 @@ class Supervisor:
             "staged": progress.staged,
         }
         engine, seen = self._slot.engine, await self._slot.look(**word)
-        if seen is None or not self._state.serving:
+        if seen is None or not self._serves:
             return
-        self._answered_at = time.monotonic()
-        self.seat.note_in_use(seen["in_use"])
-        self._state.reason = seen["reason"]
+        self._answered_at = _now()
+        self.commits.adapters = seen["in_use"]
+        self._reason = seen["reason"]
         version = PolicyVersion(*seen["policy_version"])
         if not self._is_news(version):
             return
@@ -381,13 +489,39 @@ class Supervisor:
             adapter = WeightKind.ADAPTER
             found = WeightRef(version=version, kind=adapter, path=path, digest=digest)
         if engine is self._slot.engine and self._is_news(version):
-            self._state.has_served(found)
+            self._has_served(found)
             await self._save_served()
 
     def _is_news(self, version: PolicyVersion) -> bool:
         """True if the engine serves a newer version that the supervisor did not commit."""
-        now = self._state
-        return now.serving and version > now.weights.version and not self.seat.loading
+        return self._phase is ServerState.SERVING and version > self.commits.version
+
+
+async def _rename(engine: Engine, version: PolicyVersion) -> float:
+    """An engine that is busy is asked again: to do it twice does no harm."""
+    deadline = Deadline(LOAD_DEADLINE_S, _now)
+    while True:
+        try:
+            await engine.rename_weights(version)
+            return 0.0
+        except EngineDoesNotAnswer as error:
+            if deadline.has_passed:
+                raise
+            log.warning("engine.busy", reason=str(error))
+        await asyncio.sleep(RENAME_AGAIN_S)
+
+
+async def first_of(*waits: Awaitable[Any], within_s: float | None = None) -> None:
+    """Return when one of them has ended, or after `within_s` seconds. Coroutines end with it."""
+    futures = [asyncio.ensure_future(each) for each in waits]
+    await asyncio.wait(futures, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    for given, future in zip(waits, futures, strict=True):
+        if future is not given:
+            future.cancel()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _raise_errors(tasks: Iterable[asyncio.Future[None]]) -> None:
