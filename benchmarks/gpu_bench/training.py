@@ -129,7 +129,7 @@ def random_batch(shape: ModelShape, work: TrainWork, seed: int) -> Batch:
     )
     usable = [usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))]
     budget = work.micro_batch * work.longest
-    return with_advantages(collate(usable, work.longest, budget, by_length, GRPO), usable, GRPO)
+    return with_advantages(collate(usable, work.longest, budget, by_length, GRPO), GRPO)
 
 
 def trained_lengths(batch: Batch) -> list[int]:

@@ -36,7 +36,7 @@ def batch_of(work: dict[str, Any], vocabulary: int, cut: Cut) -> Batch:
     limits = GroupLimits(vocabulary, seq_len=10_000)
     usable = [usable_group(i, scored(group), limits) for i, group in enumerate(groups)]
     batch = collate(usable, 10_000, work["tokens_per_micro_batch"], cut, GRPO)
-    return with_advantages(batch, usable, GRPO)
+    return with_advantages(batch, GRPO)
 
 
 def scored(group: list[tuple[list[int], list[int], list[float], float]]) -> ScoredGroup:

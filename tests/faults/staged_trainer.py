@@ -93,7 +93,7 @@ def _noting(look: Callable[..., Any]) -> Callable[..., Any]:
         taken = look(source, position)
         if not isinstance(taken, TakenBatch):
             return taken
-        groups = taken.usable
+        groups = taken.batch.groups
         entry = {
             "step": position.step + 1,
             "epoch": position.epoch,

@@ -35,19 +35,15 @@ MIN_STD = 1e-8
 into zeros instead of noise of size one."""
 
 
-def with_advantages(
-    batch: Batch, groups: Sequence[UsableGroup], objective: Objective, ranks: Ranks = ALONE
-) -> Batch:
+def with_advantages(batch: Batch, objective: Objective, ranks: Ranks = ALONE) -> Batch:
     """The batch with the advantages of its sequences: those that the environment sent, else
     computed from the scores. Rank 0 computes them, and sends them to the others.
 
-    Args:
-        batch: collated from `groups`, with the reference model's logprobs if there is one
-        groups: empty on ranks above 0
+    Args: batch: with the reference model's logprobs if there is one
     """
-    columns, entropy, teacher = None, None, None
+    columns, entropy, teacher, groups = None, None, None, batch.groups
     if groups:
-        computed, entropy = _computed(batch, groups, objective)
+        computed, entropy = _computed(batch, objective)
         columns = _columns(
             batch,
             [
@@ -74,10 +70,9 @@ def with_advantages(
     return replace(batch, micro_batches=micro_batches, weights_entropy=entropy, teacher=teacher)
 
 
-def _computed(
-    batch: Batch, groups: Sequence[UsableGroup], objective: Objective
-) -> tuple[Sequence[Tensor], float | None]:
+def _computed(batch: Batch, objective: Objective) -> tuple[Sequence[Tensor], float | None]:
     """[n] of each group, and the entropy of MaxEnt-GRPO's weights."""
+    groups = batch.groups
     has_reference = batch.micro_batches[0].reference_logp is not None
     if objective.advantage == "maxent":
         is_prior = has_reference and objective.kl_in == "weights"

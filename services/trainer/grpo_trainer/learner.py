@@ -19,7 +19,6 @@ from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import Batch, MicroBatch
-from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import NonFiniteLoss, NonFiniteStep
 from grpo_trainer.losses import (
     NO_SUMS,
@@ -142,16 +141,11 @@ class Learner:
         """Of the master weights."""
         return WeightDigests(self.optimizer.masters, self.ranks, self.optimizer.parts)
 
-    def with_advantages(
-        self, batch: Batch, groups: Sequence[UsableGroup], objective: Objective
-    ) -> Batch:
-        """The batch with advantages, and with the reference model's logprobs if there is one.
-
-        Args: groups: from which the batch is collated; empty on ranks above 0
-        """
+    def with_advantages(self, batch: Batch, objective: Objective) -> Batch:
+        """The batch with advantages, and with the reference model's logprobs if there is one."""
         if self.reference is not None:
             batch = self.reference.added(batch, self.ranks)
-        return with_advantages(batch, groups, objective, self.ranks)
+        return with_advantages(batch, objective, self.ranks)
 
     def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
         """As `accumulate_gradients`, on this rank."""

@@ -112,9 +112,7 @@ class Lead:
         """
         trained = PolicyVersion(position.epoch, position.step)
         try:
-            self._fresh = self.checks.before_update(
-                taken.batch, taken.usable, gradients.tokens, trained
-            )
+            self._fresh = self.checks.before_update(taken.batch, gradients.tokens, trained)
         except RolloutMismatch as error:
             self.batches.quarantine.add(taken.batch_id, taken.groups, position.step, error)
             raise
@@ -181,7 +179,7 @@ class Follower:
     def take(self, _position: Position) -> TakenBatch:
         while self.learner.ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
             self.learner.send_state()
-        return TakenBatch(0, [], [], broadcast_batch(None, self.learner.ranks))
+        return TakenBatch(0, [], broadcast_batch(None, self.learner.ranks))
 
     def objective(self) -> Objective:
         return _objective(self.learner, self.learner.ranks.broadcast((0.0, 0.0)))

@@ -69,7 +69,7 @@ def training_steps(role: Role, position: Position, stop: Stop) -> Iterator[Posit
         taken = role.take(position)
         with stop.deferred():
             objective = role.objective()
-            batch = learner.with_advantages(taken.batch, taken.usable, objective)
+            batch = learner.with_advantages(taken.batch, objective)
             taken = replace(taken, batch=batch)
             inputs = step_input(learner, objective, position.step, taken.batch_id)
             try:

@@ -105,7 +105,7 @@ def ragged_batch(cut: Cut = by_prefix, tokens: int = 1000) -> Batch:
         overrides=[{"temperature": 0.6 + 0.2 * i} for i in range(len(sequences))],
     )
     usable = [usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))]
-    return with_advantages(collate(usable, 64, tokens, cut, GRPO), usable, GRPO)
+    return with_advantages(collate(usable, 64, tokens, cut, GRPO), GRPO)
 
 
 def ragged() -> MicroBatch:

@@ -86,7 +86,7 @@ def batch_of(
 ) -> Batch:
     """With advantages."""
     batch = collate(groups, seq_len, micro_batch_size, cut or in_order, objective)
-    return with_advantages(batch, groups, objective)
+    return with_advantages(batch, objective)
 
 
 def in_order(sequences: Sequence[Tokens], size: int) -> list[list[int]]:

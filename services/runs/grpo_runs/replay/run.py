@@ -22,7 +22,7 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checkpoint import resume
 from grpo_trainer.checkpoint.store import RngState, SavedState, StateStore
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.groups import UsableGroup, usable_group
+from grpo_trainer.data.groups import usable_group
 from grpo_trainer.errors import NotReplayable
 from grpo_trainer.learner import GradientStats, Learner, build_learner
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
@@ -222,8 +222,7 @@ def gradients_of(
     """
     inputs = recorded.step
     objective = _objective(learner, recorded, given)
-    batch, groups = _collated(learner, recorded, objective)
-    batch = learner.with_advantages(batch, groups, objective)
+    batch = learner.with_advantages(_collated(learner, recorded, objective), objective)
     scale = learner.optimizer.loss_scale
     if scale is not None and inputs.loss_scale is not None:
         scale.record = ScaleRecord.model_validate(inputs.loss_scale)
@@ -242,14 +241,9 @@ def _objective(learner: Learner, recorded: RecordedBatch, given: Sequence[str]) 
     return found
 
 
-def _collated(
-    learner: Learner, recorded: RecordedBatch, objective: Objective
-) -> tuple[Batch, list[UsableGroup]]:
+def _collated(learner: Learner, recorded: RecordedBatch, objective: Objective) -> Batch:
     settings = learner.settings
     limits = limits_of(learner.policy, settings)
     groups = [usable_group(i, group, limits) for i, group in enumerate(recorded.groups)]
     cut = learner.forward.layout.cut
-    return (
-        collate(groups, settings.seq_len, settings.micro_batch_tokens, cut, objective),
-        groups,
-    )
+    return collate(groups, settings.seq_len, settings.micro_batch_tokens, cut, objective)

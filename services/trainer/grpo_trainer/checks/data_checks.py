@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from grpo_trainer.checks.groups import GroupCheck
 from grpo_trainer.checks.rollouts import RolloutCheck, ServedLogprobs, fresh_tokens
 from grpo_trainer.checks.sampling import RatioCheck, SamplingCheck
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import end_tokens_of, vocabulary_of
@@ -49,19 +48,18 @@ class DataChecks:
     def before_update(
         self,
         batch: Batch,
-        groups: Sequence[UsableGroup],
         table: TokenTable,
         held: PolicyVersion,
     ) -> Distance:
         """Returns the distance of the fresh tokens' logprobs.
 
         Args:
-            groups: of `batch`
-            table: its trained tokens, with logprobs of the weights that `held` names
+            table: the batch's trained tokens, with logprobs of the weights that `held` names
 
         Raises:
             RolloutMismatch: the error of `RolloutCheck`.
         """
+        groups = batch.groups
         is_logged = table.of_sequences(groups[origin.group].is_logged for origin in batch.origins)
         env_ids = [origin.env_id for origin in batch.origins]
         ratios = [*self._ratios.findings(table.where(is_logged), env_ids)]

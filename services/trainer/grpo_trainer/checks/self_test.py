@@ -122,7 +122,7 @@ class SelfTest:
         batch = broadcast_batch(batch, self.learner.ranks)
         if not objective.maxent_tau:
             objective = replace(objective, maxent_tau=1.0)
-        return self.learner.with_advantages(batch, groups, objective)
+        return self.learner.with_advantages(batch, objective)
 
     def _of_logprobs(self, batch: Batch, objective: Objective) -> Iterator[str]:
         """With dropout as in training."""

@@ -49,18 +49,16 @@ class TakenBatch:
 
     Args:
         groups: all its groups as received
-        usable: those that are trained on; empty on ranks above 0
-        batch: collated from `usable`, without advantages
+        batch: collated from those that can be trained on, without advantages
         dropped: number of groups that are "unusable", "stale" (both also of the batches that were
             skipped before this one) or "repeated" (trained on nevertheless)
 
-    Example: of batch 5 with three groups, one is too old: `TakenBatch(5, [a, b, c], [usable of a,
-    usable of c], batch of 2 groups, Counter(stale=1))`.
+    Example: of batch 5 with three groups, one is too old: `TakenBatch(5, [a, b, c], batch of a and
+    c, Counter(stale=1))`.
     """
 
     batch_id: int
     groups: list[ScoredGroup]
-    usable: list[UsableGroup]
     batch: Batch
     dropped: Counter[str] = field(default_factory=Counter)
 
@@ -184,7 +182,7 @@ class BatchSource:
             if collated is None or found["stale"]:
                 collated = self.collate(usable)
             dropped, self._dropped, self._fresh_data = self._dropped, Counter(), None
-            return TakenBatch(leased.id, leased.groups, usable, collated, dropped)
+            return TakenBatch(leased.id, leased.groups, collated, dropped)
         log.warning(
             "batch.skipped",
             batch_id=leased.id,

@@ -129,10 +129,11 @@ class TeacherDistance:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's micro-batches, in host memory. `origins` and `order` have one entry for each row:
-    where it comes from, and its number among the sequences of all groups. `weights_entropy`: mean
-    over groups of the entropy of MaxEnt-GRPO's weights in nats, if they are the advantages.
-    `teacher`: comparison with a teacher, if its logprobs are part of the advantages.
+    """One step's micro-batches, in host memory, and the groups that they are made of. `origins` and
+    `order` have one entry for each row: where it comes from, and its number among the sequences of
+    all groups. `weights_entropy`: mean over groups of the entropy of MaxEnt-GRPO's weights in nats,
+    if they are the advantages. `teacher`: comparison with a teacher, if its logprobs are part of
+    the advantages. On ranks above 0 there are the micro-batches alone.
 
     Example: if the second micro-batch holds the sequences 3 and 1, and the first one 0 and 2,
     `order` is [0, 2, 3, 1].
@@ -142,6 +143,7 @@ class Batch:
     origins: list[Origin]
     order: list[int]
     stats: BatchStats | None
+    groups: Sequence[UsableGroup] = ()
     weights_entropy: float | None = None
     teacher: TeacherDistance | None = None
 
@@ -166,11 +168,7 @@ class Batch:
 
 
 def broadcast_batch(batch: Batch | None, ranks: Ranks) -> Batch:
-    """Rank 0's micro-batches, on every rank. Ranks above 0 have nothing else of the batch.
-
-    Args:
-        batch: None on other ranks
-    """
+    """Rank 0's micro-batches, on every rank. Args: batch: None on other ranks"""
     known = None if batch is None else [vars(micro) for micro in batch.micro_batches]
     found = ranks.broadcast(known, "a batch") or []
     return batch or Batch([MicroBatch(**fields) for fields in found], [], [], None)
@@ -217,6 +215,7 @@ def collate(
         origins=[rows[i].origin for part in micro_batches for i in part],
         order=[i for part in micro_batches for i in part],
         stats=batch_stats(groups, seq_len),
+        groups=groups,
     )
 
 

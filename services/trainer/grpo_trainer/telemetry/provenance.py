@@ -129,7 +129,7 @@ class ProvenanceLog:
         published: Published,
     ) -> None:
         """Record a publication once its digests, which were begun, and its batch are known."""
-        batch = RecordedBatch(step_input, [usable.group for usable in taken.usable])
+        batch = RecordedBatch(step_input, [usable.group for usable in taken.batch.groups])
         self._batch = self._thread.submit(self._write_batch, batch) if self._keep else None
         self._begin(
             lambda digests, digest: self._publication(

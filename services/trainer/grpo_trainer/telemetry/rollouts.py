@@ -63,16 +63,17 @@ class StepRollouts:
     Args:
         step: counted from 1
         epoch: of the trainer
-        groups: those trained on
-        batch: collated from `groups`
         tokens: the trained tokens of `batch`
     """
 
     step: int
     epoch: int
-    groups: Sequence[UsableGroup]
     batch: Batch
     tokens: TokenTable
+
+    @property
+    def groups(self) -> Sequence[UsableGroup]:
+        return self.batch.groups
 
     def records(self) -> list[RolloutRecord]:
         """One for each sequence, group after group."""

@@ -195,9 +195,7 @@ class Recorder:
         self._sinks.write(record)
         taken, epoch = outcome.taken, outcome.published.version.epoch
         self._sinks.write_rollouts(
-            StepRollouts(
-                outcome.step + 1, epoch, taken.usable, taken.batch, outcome.gradients.tokens
-            )
+            StepRollouts(outcome.step + 1, epoch, taken.batch, outcome.gradients.tokens)
         )
         self._ranges.look(record)
         self._totals.add(record, outcome.published.is_served)

@@ -177,7 +177,7 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
         taken = taken_from(source)
     assert skipped == [SkippedBatch(5), SkippedBatch(6)]
     assert taken.batch_id == 7
-    assert (len(taken.usable), taken.dropped["stale"], taken.dropped["unusable"]) == (2, 3, 1)
+    assert (len(taken.batch.groups), taken.dropped["stale"], taken.dropped["unusable"]) == (2, 3, 1)
     named = [e["batch_id"] for e in logs if e["event"] == "batch.skipped"]
     assert named == [5, 6]
 

@@ -82,7 +82,7 @@ def test_a_penalty_in_the_reward_by_hand() -> None:
     known = [replace(micro, reference_logp=reference) for micro in (first, second)]
     batch = replace(batch, micro_batches=known)
     assert divergences(batch, "k1")[:2].tolist() == pytest.approx([0.9, 0.6])
-    penalised = with_advantages(batch, usable(one, sent), objective)
+    penalised = with_advantages(batch, objective)
     advantages = [micro.advantages.flatten().tolist() for micro in penalised.micro_batches]
     assert advantages == [pytest.approx([-0.2, 0.2]), [6.0, 5.0]]
 

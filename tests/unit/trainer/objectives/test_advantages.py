@@ -59,7 +59,7 @@ def weighted_batch(
         for m in batch.micro_batches
     ]
     batch = replace(batch, micro_batches=known)
-    return with_advantages(batch, groups, objective), log_likelihoods(batch)
+    return with_advantages(batch, objective), log_likelihoods(batch)
 
 
 def advantages_of(batch: Batch) -> list[float]:

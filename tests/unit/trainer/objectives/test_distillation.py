@@ -97,7 +97,7 @@ def test_groups_in_another_order_keep_their_teacher() -> None:
 
     nothing: list[list[list[float]]] = [[[]] * 3, [[]] * 5]
     groups = usable(group(distill_token_ids=nothing, distill_logprobs=nothing), taught(group()))
-    batch = with_advantages(collate(groups, 100, 2, backwards, DISTILL), groups, DISTILL)
+    batch = with_advantages(collate(groups, 100, 2, backwards, DISTILL), DISTILL)
     assert advantages_of(batch) == [pytest.approx(r) for r in ([0.1, 0, -0.5], [-1], [0] * 3, [0])]
 
 

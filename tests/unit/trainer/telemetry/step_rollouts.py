@@ -26,7 +26,7 @@ def rollouts_of(
     batch = batch_of(groups, GRPO, seq_len, size, shuffled)
     values = [TokenValues(*[-micro.targets / 100] * 3) for micro in batch.micro_batches]
     tokens = TokenTable.of(batch.micro_batches, values)
-    return StepRollouts(step, epoch=1, groups=groups, batch=batch, tokens=tokens)
+    return StepRollouts(step, epoch=1, batch=batch, tokens=tokens)
 
 
 def usable_of(sent: ScoredGroup, recomputes: bool = False) -> UsableGroup:

@@ -66,7 +66,7 @@ def taken(facts: BatchStats, origins: list[Origin]) -> TakenBatch:
     batch = Batch(
         [known], origins, [0], facts, weights_entropy=0.7, teacher=TeacherDistance(0.3, 0.9)
     )
-    return TakenBatch(1, [], [], batch, Counter(unusable=3, repeated=1, stale=2))
+    return TakenBatch(1, [], batch, Counter(unusable=3, repeated=1, stale=2))
 
 
 OUTCOME = StepOutcome(
