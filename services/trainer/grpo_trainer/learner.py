@@ -80,16 +80,13 @@ def accumulate_gradients(
 ) -> GradientStats:
     """Run forward and backward over the micro-batches; their gradients add up to the batch's.
 
-    Each rank computes its portion of the micro-batches. Sums, never averages: the weights of the
-    tokens are those of the whole batch, so the sum of the ranks' gradients is the gradient that one
-    process computes.
+    Each rank computes its portion. Sums, never averages: the weights of the tokens are those of the
+    whole batch, so the sum of the ranks' gradients is the gradient that one process computes.
 
     Args:
         policy: the whole policy, or this rank's part of it (FSDP2), whose passes add up the
             gradients themselves
-        batch: the whole batch
-        optimizer: collects the gradients, which are multiplied by its loss scale. If they overflow,
-            the batch is computed again with a smaller scale
+        optimizer: collects the gradients, which are multiplied by its loss scale
 
     Raises:
         NonFiniteStep: the loss or the gradient norm is NaN or infinite, on all ranks alike.

@@ -234,6 +234,7 @@ def open_lead(
     learner = load_learner(policy, settings, ranks)
     provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
     recorder = Recorder(settings, sinks)
+    log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
     return _start_lead(learner, api, sync, store, saved, recorded, recorder, provenance)
 
 
@@ -257,8 +258,7 @@ def _start_lead(
         coefficients.resume(saved.record.kl_coef, saved.record.maxent)
         position = resume.restore(saved, policy, optimizer, api, settings)
     begin_records(settings, recorded)
-    learns = saved is None and (settings.sync.uses_files or settings.verify_every_steps > 0)
-    bound = Bound(tolerance_of(policy), None if saved is None else saved.record.noise, learns)
+    bound = _bound(learner, saved)
     served = sync.start(optimizer, position.step, position.epoch, bound)
     position = replace(position, epoch=served.epoch)
     learner.digests.begin()
@@ -272,17 +272,20 @@ def _start_lead(
     own = saved if settings.resume == AUTO else None
     learner.ranks.broadcast(own is None)
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
-    log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
-    batches = BatchSource(
-        settings,
-        api,
-        limits=limits_of(policy, settings),
-        history=VersionHistory(served, sync.begun_as, sync.epochs),
-        cut=learner.forward.layout.cut,
-    )
+    history = VersionHistory(served, sync.begun_as, sync.epochs)
+    limits = limits_of(policy, settings)
+    batches = BatchSource(settings, api, limits, history, learner.forward.layout.cut)
     checks = DataChecks(learner, sync.served_logprobs, bound.value)
-    lead = Lead(learner, sync, batches, checks, recorder, saver, coefficients, provenance)
-    return lead, position
+    parts = sync, batches, checks, recorder, saver, coefficients, provenance
+    return Lead(learner, *parts), position
+
+
+def _bound(learner: Learner, saved: SavedState | None) -> Bound:
+    """Of the checks of the served weights. A new run measures the noise, if a check is due."""
+    floor, settings = tolerance_of(learner.policy), learner.settings
+    if saved is not None:
+        return Bound(floor, saved.record.noise)
+    return Bound(floor, learns=settings.sync.uses_files or settings.verify_every_steps > 0)
 
 
 def open_follower(settings: TrainerSettings, ranks: Ranks) -> tuple[Follower, Position] | None:

@@ -116,15 +116,14 @@ class BatchSource:
         """Ask run-api for the next batch, for about a second.
 
         Returns:
-            a batch with at least one group to train on; or one to skip; or the error of run-api,
-            which waits for acknowledgements; None if there is no batch yet: look again
+            a batch with a group to train on, or one to skip; the error of run-api if it waits for
+            acknowledgements; None if there is no batch yet
 
         Raises:
             ServiceUnavailable: no batch was complete until the deadline.
             NoEnvironmentLeft: no environment is left to send groups.
             StaleData: only stale groups arrived until the deadline.
-            UnusableGroup: see `GroupFilter`; the batch is in quarantine.
-            DuplicatedBatch: see `GroupFilter`; the batch is in quarantine.
+            UnusableGroup, DuplicatedBatch: see `GroupFilter`; the batch is in quarantine.
             GrpoError: the other errors of `TrainerClient.poll`.
         """
         waiting = self._begun()
