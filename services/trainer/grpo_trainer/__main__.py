@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +15,7 @@ from grpo_core.settings.machine import does_not_answer
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import parse_command
-from grpo_trainer.stop import STOP_SIGNALS, Stop
+from grpo_trainer.stop import Stop
 
 EXIT_FAILED = 1
 
@@ -41,16 +40,13 @@ def _print_memory_plan(settings: TrainerSettings) -> None:
 def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
     if not processes.trainer_rank:
         _warn_without_run_api(settings.run_api_url)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+    stop = Stop(defers=processes.world_size == 1)
+    stop.listen()
     prepare_cpu()
 
     from grpo_trainer.ranks import process_group, settings_of_rank
     from grpo_trainer.train import train
 
-    stop = Stop()
-    if processes.world_size == 1:  # other ranks end at once, so a step could not be finished
-        stop.listen()
     with process_group(processes) as ranks:
         train(settings_of_rank(settings, processes), ranks, stop)
 
@@ -74,10 +70,6 @@ def _warn_without_run_api(url: str) -> None:
             reason=reason,
             hint="start run-api, or check --run-api-url; the trainer retries",
         )
-
-
-def _stop(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass
 class Stop:
-    """Defers the first signal during a step to its end. Any other one ends the process at once.
+    """Ends the process at a signal: at once, or at the end of a step.
 
-    `number`: of the deferred signal. `listens`: whether signals come here. Otherwise a checkpoint
-    cannot be saved at a stop, because other ranks end at once.
+    `defers`: the first signal during a step waits for the step's end, and a checkpoint is saved.
+    With several ranks neither is possible, because the others end at once. `number`: of the
+    deferred signal.
     """
 
+    defers: bool = False
     in_step: bool = False
     number: int | None = None
-    listens: bool = False
 
     def listen(self) -> None:
-        self.listens = True
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
@@ -38,5 +38,5 @@ class Stop:
 
     def _handle(self, number: int, _frame: object) -> None:
         is_first, self.number = self.number is None, number
-        if not (self.in_step and is_first):
+        if not (self.defers and self.in_step and is_first):
             raise SystemExit(128 + number)

@@ -49,7 +49,7 @@ def train(settings: TrainerSettings, ranks: Ranks = ALONE, stop: Stop | None = N
             for _ in training_steps(role, position, stop):
                 pass
         except SystemExit:
-            if isinstance(role, Lead) and stop.listens and not stop.in_step:
+            if isinstance(role, Lead) and stop.defers and not stop.in_step:
                 role.saver.stop()
             raise
         if isinstance(role, Lead) and settings.benchmark:

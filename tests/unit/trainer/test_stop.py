@@ -14,7 +14,7 @@ from grpo_trainer.stop import STOP_SIGNALS, Stop
 @pytest.fixture
 def stop() -> Iterator[Stop]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    stop = Stop()
+    stop = Stop(defers=True)
     stop.listen()
     yield stop
     for number, handler in before.items():
@@ -44,7 +44,7 @@ def test_a_second_signal_and_one_between_two_steps_end_the_trainer_at_once(stop:
     with pytest.raises(SystemExit, match="143"):
         step()
     assert stop.in_step
-    other = Stop()
+    other = Stop(defers=True)
     other.listen()
     with pytest.raises(SystemExit, match="130"):
         os.kill(os.getpid(), signal.SIGINT)
