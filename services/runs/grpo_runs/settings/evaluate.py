@@ -108,6 +108,8 @@ _GROUPS = {
     "Logging": ("log_level",),
 }
 _SHOWN = frozenset(name for names in _GROUPS.values() for name in names)
+_NOT_OWN = frozenset({"data", "max_completion_tokens", "vllm_api_key"})
+"""Options of services that most evaluations set."""
 _OF_SERVICES = tuple(
     name
     for name in dict.fromkeys([*ServerSettings.model_fields, *EnvironmentOptions.model_fields])
@@ -326,7 +328,7 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         }
 
     def resolved(self) -> dict[str, Any]:
-        own = _SHOWN | {_PASSED_ON} | self.model_fields_set
+        own = (_SHOWN - _NOT_OWN) | {_PASSED_ON} | self.model_fields_set
         names = [name for name in type(self).model_fields if name in own]
         if not self.server_options:
             names.remove(_PASSED_ON)
