@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 
 def problem_of_file(path: Path, attribute: str) -> str | None:
@@ -31,6 +34,18 @@ def _defined(tree: ast.Module) -> list[str]:
         elif not isinstance(node, ast.Expr | ast.Import):
             found.append("*")  # an assignment, an import of names or a condition
     return found
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """Run a file as the module `name`. Raises what its code raises."""
+    sys.path.insert(0, str(path.parent.resolve()))  # so that it finds the modules beside it
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as import does; dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def where(error: BaseException, file: Path | None = None) -> str:

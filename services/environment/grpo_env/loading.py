@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
-from grpo_core.own_code import problem_of_file, where
+from grpo_core.own_code import load_file, problem_of_file, where
 from grpo_core.tree.environment_values import (
     AGENT,
     BRIDGES,
@@ -253,18 +253,11 @@ def _task_of(found: Any, attribute: str, stem: str, source: str) -> Make:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TaskUnusable(f"{path}: no such file")
-    sys.path.insert(0, str(path.parent.resolve()))  # so that it finds the modules beside it
     name = f"grpo_task_{path.stem}"  # a file math.py must not take the place of Python's module
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # as import does; dataclasses look there
     try:
-        spec.loader.exec_module(module)
+        return load_file(path, name)
     except (Exception, SystemExit) as error:
         raise TaskUnusable(f"{path} cannot be loaded: {where(error)}") from error
-    return module
 
 
 def _load_module(name: str) -> ModuleType:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_core.own_code import where
+from grpo_core.own_code import load_file, where
 from grpo_trainer.errors import FunctionUnusable
 
 _PREFIX = "grpo_own_"
@@ -20,15 +19,7 @@ _PREFIX = "grpo_own_"
 @functools.cache
 def _loaded(file: Path) -> ModuleType:
     """One module for each file, so that its functions share state. Args: file: resolved"""
-    sys.path.insert(0, str(file.parent))  # so that it finds the modules beside it
-    name = _PREFIX + "_".join(file.with_suffix("").parts[1:])
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_file(file, _PREFIX + "_".join(file.with_suffix("").parts[1:]))
 
 
 @functools.cache
