@@ -28,7 +28,7 @@ _PIECE_BYTES = 1 << 16
 _LOOK_AGAIN_S = 0.001
 _BEHIND_LINK = """
 import runpy, httpx
-from grpo_vllm.weights.transport import HttpTransport
+from grpo_vllm.weights.fetch import HttpTransport
 init = HttpTransport.__init__
 def behind_link(self, key):
     init(self, key)

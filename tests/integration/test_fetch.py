@@ -25,9 +25,8 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http.server import require_api_key, serving
 from grpo_vllm.supervisor.host import _listening
 from grpo_vllm.weights import staging as staging_module
-from grpo_vllm.weights.fetch import Fetcher, Staged
+from grpo_vllm.weights.fetch import Fetcher, HttpTransport, Staged
 from grpo_vllm.weights.staging import NotFetched, Staging, StagingFull
-from grpo_vllm.weights.transport import HttpTransport
 from tests.fixtures.announcer import described
 from tests.support.wait import DEADLINE_S
 

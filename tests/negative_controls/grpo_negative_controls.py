@@ -63,8 +63,7 @@ def reuse_adapter_names() -> None:
 def register_layers(control: str) -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
-    from grpo_vllm.engine.plugin import LOAD_FORMAT
-    from grpo_vllm.engine.vllm_compat.layers import PlainLinearMethod
+    from grpo_vllm.engine.vllm_compat.layers import LOAD_FORMAT, PlainLinearMethod
     from grpo_vllm.weights.loader import SharedModelLoader
 
     class StockLayers(SharedModelLoader):

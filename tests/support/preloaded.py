@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_vllm.engine.plugin import SERVER_VARIABLE
+from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 
 VARIABLE = "GRPO_TEST_FORK_SOCKET"
 MODULE = "tests.support.preloaded"

@@ -30,9 +30,8 @@ from grpo_core.weights.versions import (
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.commits import CommitRefused
 from grpo_vllm.supervisor.follower import Check, Follower
-from grpo_vllm.weights.fetch import Fetcher, Staged
+from grpo_vllm.weights.fetch import Fetcher, SourceFailed, Staged
 from grpo_vllm.weights.staging import StagingFull
-from grpo_vllm.weights.transport import SourceFailed
 
 TRAINER, WEIGHTS = "http://trainer/weights", "model.safetensors"
 
@@ -158,7 +157,7 @@ class Shared:
             self.files[f"{source}/{announced.id}/{name}"] = content
 
     async def read(self, url: str, first: int = 0, size: int | None = None) -> bytes:
-        """As `Transport.read`."""
+        """As `HttpTransport.read`."""
         self.asked.append(url)
         if any(url.startswith(each) for each in self.silent):
             await asyncio.Event().wait()

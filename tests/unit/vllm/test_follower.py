@@ -17,9 +17,8 @@ from grpo_core.weights.versions import DELTA_SUFFIX, FileParts, VersionKind, sha
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import steps_between
 from grpo_vllm.supervisor.joining import servable
-from grpo_vllm.weights.fetch import FETCH_DEADLINE_S
+from grpo_vllm.weights.fetch import CHUNK_DEADLINE_S, FETCH_DEADLINE_S
 from grpo_vllm.weights.staging import NotFetched
-from grpo_vllm.weights.transport import CHUNK_DEADLINE_S
 from tests.support.virtual_time import VirtualTimeLoop
 from tests.unit.vllm.run_in_memory import TRAINER, WEIGHTS, Log, Server, Shared
 

@@ -10,13 +10,8 @@ import structlog
 from grpo_core.security import plain
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
-from grpo_vllm.engine.plugin import (
-    ADAPTER_EXTENSION,
-    LOAD_FORMAT,
-    STAGED_UPDATE,
-    WORKER_EXTENSION,
-)
 from grpo_vllm.engine.vllm_compat.launch import (
+    STAGED_UPDATE,
     WHY_NO_UPDATE,
     adapt_to_cpu,
     can_update_weights,
@@ -26,10 +21,13 @@ from grpo_vllm.engine.vllm_compat.launch import (
     refuse_parallel_engines,
     switch_lora_pdl_off,
 )
+from grpo_vllm.engine.vllm_compat.layers import LOAD_FORMAT
 from grpo_vllm.weights.lora import BASE_SUFFIX
 
 log = structlog.get_logger()
 
+WORKER_EXTENSION = "grpo_vllm.weights.loader.WeightExport"
+ADAPTER_EXTENSION = "grpo_vllm.engine.vllm_compat.requests.AdapterModules"
 FLOAT32 = ("float32", "float")
 LOGPROBS_MODE = "processed_logprobs"
 """Report logprobs after temperature and top-p are applied. The importance ratio divides by them."""

@@ -15,14 +15,8 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE
+from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 
-LOAD_FORMAT = "grpo_shared"
-STAGED_UPDATE = "grpo_staged"
-"""Backend of vLLM's weight transfer that loads a directory of weights into the running engine."""
-WORKER_EXTENSION = "grpo_vllm.weights.loader.WeightExport"
-ADAPTER_EXTENSION = "grpo_vllm.engine.vllm_compat.adapters.AdapterModules"
-SERVER_VARIABLE = "GRPO_VLLM_SERVER"
-"""Environment variable that our server sets for its processes."""
 VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
 """Environment variable with the engine's process id, for the processes that it starts."""
 
@@ -32,6 +26,7 @@ def register() -> None:
     that loads weights while the engine runs, in our server how it loads its tokenizer, and the
     shared load format only if the server shares weights."""
     end_with_the_engine_process()
+    # Not at the top: `engine.process` prepares the environment before vLLM is imported.
     from grpo_vllm.engine.vllm_compat.launch import (
         offer_small_blocks,
         offer_staged_update,
@@ -39,7 +34,7 @@ def register() -> None:
     )
 
     offer_small_blocks()
-    offer_staged_update(STAGED_UPDATE)
+    offer_staged_update()
     if SERVER_VARIABLE in os.environ:
         use_file_tokenizer()
     if os.environ.get(SHARE_WEIGHTS_VARIABLE) == "1":

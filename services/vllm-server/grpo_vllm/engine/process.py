@@ -14,10 +14,8 @@ from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, load_server_settings
-from grpo_vllm.engine.plugin import (
-    SERVER_VARIABLE,
-    tie_children_to_this_process,
-)
+from grpo_vllm.engine.plugin import tie_children_to_this_process
+from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 from grpo_vllm.engine_protocol import EnginePlan
 
 EXIT_FAILED = 1

@@ -32,11 +32,10 @@ from grpo_vllm.supervisor.host import Sockets, require_shared_memory
 from grpo_vllm.supervisor.joining import FirstWeights, joined, require_like_others, servable
 from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.supervisor import Report, Supervisor, to_nobody
-from grpo_vllm.weights.fetch import Fetcher
+from grpo_vllm.weights.fetch import Fetcher, HttpTransport
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import make_private_directory
 from grpo_vllm.weights.staging import Staging
-from grpo_vllm.weights.transport import HttpTransport
 
 log = structlog.get_logger()
 

@@ -10,13 +10,17 @@ import asyncio
 import contextlib
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import structlog
+from pydantic import SecretStr
 
+from grpo_core.closing import ClosesOnAsyncExit
 from grpo_core.errors import GrpoError
+from grpo_core.security import plain
 from grpo_core.weights.delta import BadDelta
 from grpo_core.weights.version_log import ServerVersionLog, Slot
 from grpo_core.weights.versions import (
@@ -28,13 +32,12 @@ from grpo_core.weights.versions import (
     VersionKind,
     WrongDigest,
 )
-from grpo_vllm.weights.delta_chain import chain_of, folded_bytes, folded_files
 from grpo_vllm.weights.staging import PARTIAL, NotFetched, Staging, checked_manifest
-from grpo_vllm.weights.transport import CHUNK_DEADLINE_S, SourceFailed, Transport
 
 log = structlog.get_logger()
 
 FETCH_DEADLINE_S = 600.0
+CHUNK_DEADLINE_S = 30.0
 ASK_AGAIN_S = (0.1, 0.3)
 """Bounds of a random pause while all slots are taken."""
 PEERS_ASKED = 3
@@ -42,8 +45,36 @@ PEERS_ASKED = 3
 HTTP = ("http://", "https://")
 
 
+class SourceFailed(GrpoError):
+    """A source did not send what was asked of it."""
+
+
 class FetchOverdue(NotFetched):
     """A version was not fetched within the deadline."""
+
+
+class HttpTransport(ClosesOnAsyncExit):
+    """Ranges of files by HTTP, never through a proxy: the trainer and the servers of a run name the
+    addresses, and no user chose a proxy for them. Args: api_key: sent as a bearer token"""
+
+    def __init__(self, api_key: SecretStr | None) -> None:
+        key = plain(api_key)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._http = httpx.AsyncClient(headers=headers, timeout=CHUNK_DEADLINE_S, trust_env=False)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def read(self, url: str, first: int = 0, size: int | None = None) -> bytes:
+        """`size` bytes from byte `first` on, or the whole file. Raises `SourceFailed`."""
+        span = {} if size is None else {"Range": f"bytes={first}-{first + size - 1}"}
+        try:
+            answer = await self._http.get(url, headers=span)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SourceFailed(f"GET {url}: {str(error) or type(error).__name__}") from error
+        if answer.status_code != (200 if size is None else 206):
+            raise SourceFailed(f"GET {url}: status {answer.status_code}")
+        return answer.content
 
 
 @dataclass(frozen=True)
@@ -80,7 +111,11 @@ class Fetcher:
     """
 
     def __init__(
-        self, versions: ServerVersionLog, transport: Transport, staging: Staging, own_url: str = ""
+        self,
+        versions: ServerVersionLog,
+        transport: HttpTransport,
+        staging: Staging,
+        own_url: str = "",
     ) -> None:
         self._versions = versions
         self._transport = transport
@@ -358,3 +393,32 @@ def _no_source(version: Announcement, failures: Mapping[str, str]) -> str:
 
 def _told(failures: Mapping[str, str]) -> str:
     return "; ".join(f"{source}: {why}" for source, why in failures.items()) or "none is known"
+
+
+def chain_of(
+    wanted: Announcement, known: Iterable[Announcement], held: Iterable[str]
+) -> list[Announcement]:
+    """The deltas that lead from one of the held ids to `wanted`, oldest first; empty if one of them
+    is missing."""
+    by_id, usable = {each.id: each for each in known}, set(held)
+    chain = [wanted]
+    while chain[0].kind is VersionKind.DELTA and chain[0].parent not in usable:
+        parent = by_id.get(chain[0].parent)
+        if parent is None:
+            return []
+        chain.insert(0, parent)
+    return chain if chain[0].kind is VersionKind.DELTA else []
+
+
+def folded_bytes(chain: Sequence[Manifest]) -> int:
+    """What is fetched to fold the deltas of a chain; 0 for no chain."""
+    if not chain:
+        return 0
+    folded = folded_files(chain)
+    whole = sum(parts.bytes for name, parts in chain[-1].files.items() if name not in folded)
+    return whole + sum(each.deltas[name].bytes for each in chain for name in folded)
+
+
+def folded_files(chain: Sequence[Manifest]) -> set[str]:
+    """Files that have a delta in every version of the chain."""
+    return set(chain[-1].files).intersection(*(each.deltas for each in chain))

@@ -17,8 +17,8 @@ from torch import nn
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.shared_memory import WeightManifest
-from grpo_vllm.engine.plugin import LOAD_FORMAT
 from grpo_vllm.engine.vllm_compat.layers import (
+    LOAD_FORMAT,
     DefaultModelLoader,
     LoadConfig,
     current_platform,

@@ -25,3 +25,5 @@ import os
 # vLLM before 0.31 imports pandas if it is installed, which imports pyarrow. The memory allocator of
 # pyarrow starts a thread, and a process with threads cannot be forked.
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+SERVER_VARIABLE = "GRPO_VLLM_SERVER"
+"""Environment variable that our server sets for its processes."""

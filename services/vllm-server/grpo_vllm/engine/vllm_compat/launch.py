@@ -21,8 +21,7 @@ from vllm.platforms import current_platform as current_platform
 from grpo_core import cpu
 from grpo_core.errors import GrpoError, ModelNotFound
 from grpo_core.weights.model_files import require_whole_model
-from grpo_vllm.engine.plugin import LOAD_FORMAT
-from grpo_vllm.engine.vllm_compat.layers import PARALLEL_SIZES
+from grpo_vllm.engine.vllm_compat.layers import LOAD_FORMAT, PARALLEL_SIZES
 from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
 
 if TYPE_CHECKING:
@@ -38,8 +37,10 @@ LORA_WITHOUT_PDL = ("VLLM_LORA_DISABLE_PDL", "1")
 FLOAT32_PRODUCTS = ("TRITON_F32_DEFAULT", "ieee")
 """Without it, Triton's kernels, attention among them, multiply float32 in TF32 (10 bits)."""
 _SMALL_BLOCKS = "grpo_vllm.engine.vllm_compat.cpu.SmallBlocks"
+STAGED_UPDATE = "grpo_staged"
+"""Backend of vLLM's weight transfer that loads a directory of weights into the running engine."""
 _STAGED_MODULE = "grpo_vllm.engine.vllm_compat.staged_update"
-_TOKENIZER_MODULE = "grpo_vllm.engine.vllm_compat.file_tokenizer"
+_TOKENIZER_MODULE = "grpo_vllm.engine.vllm_compat.requests"
 _HF_TOKENIZERS = "hf"
 _FAILED = "Engine core initialization failed"
 """What vLLM raises, whatever the cause, which the process of the engine has written."""
@@ -96,13 +97,13 @@ def offer_small_blocks() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, _SMALL_BLOCKS)
 
 
-def offer_staged_update(name: str) -> None:
+def offer_staged_update() -> None:
     """Register the backend that loads weights from a directory. Each of vLLM's processes needs
     this. Its module is imported when an engine uses it."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # a second call finds the backend registered
-        WeightTransferEngineFactory.register_engine(name, _STAGED_MODULE, "StagedUpdate")
+        WeightTransferEngineFactory.register_engine(STAGED_UPDATE, _STAGED_MODULE, "StagedUpdate")
 
 
 def use_file_tokenizer() -> None:

@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from grpo_core import cpu
 
+LOAD_FORMAT = "grpo_shared"
 PARALLEL_SIZES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",

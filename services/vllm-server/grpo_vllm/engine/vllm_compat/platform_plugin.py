@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 
+from vllm.platforms import cpu_platform_plugin
 from vllm.platforms.cpu import CpuPlatform
 
-from grpo_vllm.engine.plugin import SERVER_VARIABLE
+from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 
 CPU_ADAPTERS = "grpo_vllm.engine.vllm_compat.cpu.CpuAdapters"
 _STOCK = "vllm.platforms.cpu.CpuPlatform"
@@ -27,6 +28,4 @@ def platform() -> str | None:
     """The class of our platform; None leaves the choice to vLLM, for example on a GPU."""
     if SERVER_VARIABLE not in os.environ:
         return None
-    from vllm.platforms import cpu_platform_plugin
-
     return _OURS if cpu_platform_plugin() == _STOCK else None

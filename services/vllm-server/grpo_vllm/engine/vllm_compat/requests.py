@@ -1,4 +1,5 @@
-"""vLLM's types of requests, adapters, outputs and errors, under the same names in all versions.
+"""vLLM's types of requests, adapters, outputs and errors, under the same names in all versions; and
+ours that vLLM finds by their names: of adapters, tokenizers and sampling parameters.
 
 `Admission` refuses sampling parameters that would crash the engine or falsify the answers to other
 requests: vLLM passes the parameters of every request, on every route, to its logits processors for
@@ -7,9 +8,11 @@ validation. It does not change the logits.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from vllm.inputs import TokensPrompt as TokensPrompt
 from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.outputs import CompletionOutput
@@ -17,10 +20,12 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind as RequestOutputKind
 from vllm.sampling_params import SamplingParams as SamplingParams
 from vllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+from vllm.tokenizers.hf import CachedHfTokenizer, get_cached_tokenizer
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from grpo_core.weights.model_files import load_tokenizer
 from grpo_core.wire.policy_version import PolicyVersion
 
 try:
@@ -83,3 +88,37 @@ class Admission(LogitsProcessor):  # type: ignore[misc]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
+
+
+class AdapterModules:
+    """A method that vLLM adds to its worker: `--worker-extension-cls`. It reports the modules that
+    a loaded adapter changes: vLLM leaves out those that it does not find."""
+
+    model_runner: Any
+
+    def adapter_modules(self, number: int) -> dict[str, list[str]] | None:
+        """`held`: the modules that have tensors in the adapter; `computed`: the modules that this
+        worker computes with adapters. In vLLM's names. None: the adapter is not loaded."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        found = manager.get_adapter(number)
+        return found and {"held": [*found.loras], "computed": [*manager.modules]}
+
+
+class FileTokenizer(CachedHfTokenizer):  # type: ignore[misc]
+    """The tokenizer as its tokenizer.json describes it, in place of vLLM's class."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo_id: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        download_dir: str | None = None,
+        **options: Any,
+    ) -> Any:
+        options |= {"revision": revision, "cache_dir": download_dir}
+        loaded = load_tokenizer(
+            str(path_or_repo_id), transformers, trust_remote_code=trust_remote_code, **options
+        )
+        return get_cached_tokenizer(loaded)
