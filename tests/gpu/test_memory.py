@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.gpu_bench.servers import make_random_model
+from benchmarks.gpu_bench.models import make_random_model
 from grpo_trainer.model.loading import TrainedWeights
 from tests.fixtures.inference import InferenceServer, start_inference, stop_inference
 from tests.inference.trainer_side import AttachedTrainer, attached_trainer
