@@ -263,11 +263,7 @@ def _start_lead(
     position = replace(position, epoch=served.epoch)
     learner.digests.begin()
     provenance.start(served, saved, recorded, api.run_uuid)
-    saver = Saver(
-        *(settings, policy, optimizer, api, store, bound, coefficients, learner.ranks),
-        before_save=provenance.finish,
-        exported=provenance.exported,
-    )
+    saver = Saver(learner, api, store, bound, coefficients, provenance.finish, provenance.exported)
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     learner.ranks.broadcast(own is None)

@@ -17,6 +17,7 @@ from grpo_trainer.checkpoint.store import StateStore, capture, checksum_of_untra
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
+from grpo_trainer.learner import Learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import (
     FINAL_ADAPTER,
@@ -24,9 +25,7 @@ from grpo_trainer.model.loading import (
     TrainedWeights,
     model_tensors,
 )
-from grpo_trainer.model.policy import CausalLM
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.ranks import ALONE, CHECKPOINT_FIRST, Ranks
+from grpo_trainer.ranks import CHECKPOINT_FIRST
 
 log = structlog.get_logger()
 
@@ -62,14 +61,11 @@ class Saver:
     `seconds`: duration of the last save, None if nothing was due after the previous step.
     """
 
-    settings: TrainerSettings
-    policy: CausalLM
-    optimizer: MasterOptimizer
+    learner: Learner
     api: BatchQueue
     store: StateStore
     bound: Bound
     coefficients: Coefficients
-    ranks: Ranks = ALONE
     before_save: Callable[[], None] = lambda: None
     exported: Callable[[Path, int], None] = lambda *_: None
     seconds: float | None = field(init=False, default=None)
@@ -86,15 +82,15 @@ class Saver:
         """
         self._position = self._saved = position
         # While a restarting server is away, `shared_vllm` has no weights to read.
-        self._frozen = checksum_of_untrained(self.policy, self.settings)
+        self._frozen = checksum_of_untrained(self.learner.policy, self.learner.settings)
         self._checkpoints = list(checkpoints)
-        _log_disk_need(self.settings, self.policy, self.optimizer)
+        _log_disk_need(self.learner)
         if not is_saved:
             self._save_state(position)
 
     def is_due(self, position: Position) -> bool:
         """Whether `step_taken` will save a checkpoint."""
-        return due_after(position.step, self._saved.step, self.settings).state
+        return due_after(position.step, self._saved.step, self.learner.settings).state
 
     def step_taken(self, position: Position) -> None:
         """Save what is due; the checkpoint comes last.
@@ -104,7 +100,7 @@ class Saver:
             ServiceUnavailable: the checkpoint is saved, but run-api did not answer.
         """
         self._position, self.seconds = position, None
-        due = due_after(position.step, self._saved.step, self.settings)
+        due = due_after(position.step, self._saved.step, self.learner.settings)
         if not due.state:
             return
         started = time.monotonic()
@@ -122,7 +118,7 @@ class Saver:
         checkpoint already includes them all. Raises the errors of `step_taken`."""
         if self._position == self._saved:
             return False
-        self.ranks.broadcast(CHECKPOINT_FIRST)
+        self.learner.ranks.broadcast(CHECKPOINT_FIRST)
         self._save_state(self._position)
         return True
 
@@ -133,10 +129,10 @@ class Saver:
             self._save_state(self._position, acknowledges=False)
 
     def _save_model(self, name: str) -> None:
-        settings = self.settings
+        settings = self.learner.settings
         target = settings.save_path / name
         weights = TrainedWeights(settings.model, settings.lora)
-        weights.write(self.policy, target, with_tokenizer=True)
+        weights.write(self.learner.policy, target, with_tokenizer=True)
         log.info("model.exported", directory=str(target))
         self.exported(target, self._position.step)
         if name in (FINAL_MODEL, FINAL_ADAPTER):
@@ -152,9 +148,9 @@ class Saver:
         self.before_save()
         run_uuid = self.api.run_uuid
         record = capture(
-            self.policy,
-            self.optimizer,
-            self.settings,
+            self.learner.policy,
+            self.learner.optimizer,
+            self.learner.settings,
             position,
             run_uuid,
             self._frozen,
@@ -163,7 +159,7 @@ class Saver:
             kl_coef=self.coefficients.kl.to_save,
             maxent=self.coefficients.tau.to_save,
         )
-        tensors = self.optimizer.tensors(list(record.parameters))
+        tensors = self.learner.optimizer.tensors(list(record.parameters))
         directory = self.store.save(record, tensors)
         self._saved = position
         log.info(
@@ -177,9 +173,10 @@ class Saver:
             self.api.acknowledge(position.batch_id)
 
 
-def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: MasterOptimizer) -> None:
+def _log_disk_need(learner: Learner) -> None:
     """Log the maximum disk space of the run's directories, including one that is being written.
     Only weights count: tokenizers and configurations are small."""
+    settings, policy = learner.settings, learner.policy
     interval = settings.checkpoint_interval
     saved = settings.steps // interval if interval else 0
     models = 1 + min(saved, settings.keep_checkpoints + 1)
@@ -189,7 +186,7 @@ def _log_disk_need(settings: TrainerSettings, policy: CausalLM, optimizer: Maste
         models += 2  # the newest version without deltas, and all deltas since
     exported = trained_parameters(policy) if settings.lora else model_tensors(policy)
     model_bytes = sum(tensor.nbytes for tensor in exported.values())
-    states, state_bytes = 1 + STATES_KEPT, optimizer.state_bytes()
+    states, state_bytes = 1 + STATES_KEPT, learner.optimizer.state_bytes()
     log.info(
         "disk_usage.planned",
         save_path=str(settings.save_path),

@@ -23,10 +23,13 @@ from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
+from grpo_trainer.learner import Learner
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.loading import FINAL_MODEL
 from grpo_trainer.model.policy import train_only
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.ranks import ALONE
 from grpo_trainer.weight_sync.shared_memory import release_views
 from tests.support.directories import names
 from tests.support.http_stub import Answer, Route, stub_server
@@ -88,7 +91,8 @@ def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
         penalty = KlCoefficient("adaptive", initial=0.25, target=1.0, horizon=1)
         tau = Tau(initial=0.5, target=1.0)
         tau.observe(1.0, step=0)
-        saver = Saver(chosen, model, optimizer, api, store, Bound(1.0), Coefficients(penalty, tau))
+        learner = Learner(chosen, ALONE, model, FastForward(), None, optimizer)
+        saver = Saver(learner, api, store, Bound(1.0), Coefficients(penalty, tau))
         rig = Bench(saver, save_path)
         for batch_id in range(1, STEPS + 1):
             routes[f"POST /batch/{batch_id}/ack?trainer=5"] = partial(rig.acknowledged, batch_id)
@@ -115,7 +119,7 @@ def test_a_stop_while_the_server_is_away_saves_the_checksum_of_its_frozen_weight
 ) -> None:
     with bench(tmp_path, train_layer_indices="0") as rig:
         take_steps(rig.saver, 1)
-        release_views(rig.saver.policy)
+        release_views(rig.saver.learner.policy)
         rig.saver.stop()
         began, stopped = (saved.record for saved in rig.saver.store.all())
         assert (began.step, stopped.step) == (0, 1)
@@ -183,7 +187,7 @@ def test_the_newest_two_models_are_kept_and_their_size_is_told_at_the_start(
 def test_layers_that_are_not_trained_count_in_planned_models(tmp_path: Path) -> None:
     with capture_logs() as logs, bench(tmp_path, train_layer_indices="0") as rig:
         take_steps(rig.saver, 1)
-        model_bytes = sum(parameter.nbytes for parameter in rig.saver.policy.parameters())
+        model_bytes = sum(parameter.nbytes for parameter in rig.saver.learner.policy.parameters())
     (told,) = (event for event in logs if event["event"] == "disk_usage.planned")
     assert told["megabytes_per_model"] == pytest.approx(model_bytes / 1e6, abs=1e-3)
 
