@@ -17,7 +17,8 @@ from grpo_core.weights.directory_checks import (
 )
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.weights.served_store import ServedWeights, first_weights
+from grpo_vllm.supervisor.joining import first_weights
+from grpo_vllm.weights.served_store import ServedWeights
 from tests.unit.vllm.fake_engine import Record
 
 MODEL = "some-model"
@@ -69,22 +70,16 @@ async def test_weights_of_another_mode_or_model_give_way_to_the_model_under_a_ne
 
 
 @pytest.mark.parametrize(
-    ("served", "flags", "expected"),
+    ("served", "expected"),
     [
-        pytest.param(None, (), WeightRef(), id="a new run"),
-        pytest.param(UNTRAINED, (), WeightRef(version=V30), id="a name no trainer made"),
-        pytest.param(
-            ServedWeights(IN_MEMORY),
-            ("--share-weights",),
-            WeightRef(),
-            id="a trainer writes in place, and the engine process finds out",
-        ),
+        pytest.param(None, WeightRef(), id="a new run"),
+        pytest.param(UNTRAINED, WeightRef(version=V30), id="a name no trainer made"),
     ],
 )
 async def test_a_run_without_weights_on_disk_begins_with_the_model(
-    served: ServedWeights | None, flags: tuple[str, ...], expected: WeightRef
+    served: ServedWeights | None, expected: WeightRef
 ) -> None:
-    assert await begins_with(Record(served), *flags) == expected
+    assert await begins_with(Record(served)) == expected
 
 
 async def test_damaged_files_stop_the_start_of_a_named_run(adapter: ServedWeights) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -10,15 +11,17 @@ from grpo_core.errors import GrpoError
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import (
     UnusableWeights,
+    check_weights,
     require_complete,
     require_servable_adapter,
 )
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.weights.versions import VersionKind, same_model
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.follower import Check, Follower
 from grpo_vllm.weights.fetch import Staged
-from grpo_vllm.weights.served_store import ServedStore, ServedWeights, first_weights
+from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 from grpo_vllm.weights.staging import NotFetched
 
 log = structlog.get_logger()
@@ -116,12 +119,77 @@ async def joined(
     follower.begin_after(head.version)
     served = await store.read(settings.redis_deadline_s)
     newest = max(head.version, served.weights.version if served else head.version)
+    return await _begin_anew(settings, store, head.version, newest, obstacle)
+
+
+async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightRef:
+    """The weights that this run served last, or the model itself.
+
+    Raises:
+        UnusableWeights: the last served weights of a run that --run-id names are missing from the
+            disk or damaged.
+        RedisUnreachable, BadServedRecord: the record of the served weights cannot be read.
+    """
+    served = await store.read(settings.redis_deadline_s)
+    if served is None or not served.weights.trained:
+        return served.weights if served is not None else WeightRef()
+    version, obstacle = served.weights.version, _obstacle(settings, served)
+    if obstacle is None:
+        try:
+            path = await asyncio.to_thread(check_weights, served.weights, settings.loads_from)
+        except UnusableWeights as error:
+            obstacle = (
+                f"this run last served policy version {tuple(version)}, which cannot be loaded: "
+                f"{error}. Start with another --run-id, or with --no-await-weights to serve "
+                f"{settings.model} from disk"
+            )
+            if "run_id" in settings.model_fields_set:
+                raise UnusableWeights(obstacle) from error
+            # Nobody named this run, so it may be an earlier one.
+        else:
+            log.info(
+                "weights.restored",
+                policy_version=tuple(version),
+                directory=str(path),
+                hint=f"to serve {settings.model} instead, pass --no-await-weights or another "
+                "--run-id",
+            )
+            return served.weights.model_copy(update={"path": path})
+    return await _begin_anew(settings, store, version, version, obstacle)
+
+
+async def _begin_anew(
+    settings: ServerSettings,
+    store: ServedStore,
+    left_out: PolicyVersion,
+    newest: PolicyVersion,
+    reason: str,
+) -> WeightRef:
+    """The model itself, under a version that no trainer has used."""
     log.warning(
         "weights.not_restored",
-        policy_version=tuple(head.version),
-        reason=obstacle,
+        policy_version=tuple(left_out),
+        reason=reason,
         effect=f"the server serves {settings.model} under a new policy version",
     )
     begun = WeightRef(version=newest.next_epoch())
     await store.save(ServedWeights(begun, model=settings.model))
     return begun
+
+
+def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
+    """The reason why this server cannot serve the last served weights; None if it can."""
+    kind = served.weights.kind
+    wanted = WeightKind.ADAPTER if settings.enable_lora else WeightKind.CHECKPOINT
+    if not settings.await_weights:
+        return "--no-await-weights"
+    if kind is WeightKind.MEMORY:
+        return "a trainer wrote the weights in place (shared_vllm), so the weights are not on disk"
+    if kind is not wanted:
+        named = {WeightKind.ADAPTER: "an adapter", WeightKind.CHECKPOINT: "a checkpoint"}
+        return f"the weights are {named[kind]}, but this server serves {named[wanted]}"
+    if not served.weights.digest:
+        return "the trainer's announcement of the weights is lost"
+    if not same_model(served.model, settings.model):
+        return f"the weights belong to {served.model}, but this server serves {settings.model}"
+    return None

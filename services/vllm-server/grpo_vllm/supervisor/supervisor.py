@@ -514,10 +514,12 @@ async def _rename(engine: Engine, version: PolicyVersion) -> float:
 async def first_of(*waits: Awaitable[Any], within_s: float | None = None) -> None:
     """Return when one of them has ended, or after `within_s` seconds. Coroutines end with it."""
     futures = [asyncio.ensure_future(each) for each in waits]
-    await asyncio.wait(futures, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-    for given, future in zip(waits, futures, strict=True):
-        if future is not given:
-            future.cancel()
+    try:
+        await asyncio.wait(futures, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for given, future in zip(waits, futures, strict=True):
+            if future is not given:
+                future.cancel()
 
 
 def _now() -> float:

@@ -1,7 +1,5 @@
-"""Records in Redis which weights a run served last, and chooses those of a server that starts.
-
-So a restarted server detects that its own checkpoint is older than the run.
-"""
+"""Records in Redis which weights a run served last, so that a restarted server detects that its own
+checkpoint is older than the run."""
 
 from __future__ import annotations
 
@@ -18,10 +16,7 @@ from grpo_core.clients.service import async_retrying
 from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
-from grpo_core.tree.server import ServerSettings
-from grpo_core.weights.directory_checks import UnusableWeights, check_weights
 from grpo_core.weights.ref import WeightKind, WeightRef
-from grpo_core.weights.versions import same_model
 from grpo_core.wire.policy_version import PolicyVersion
 
 log = structlog.get_logger()
@@ -204,70 +199,3 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
         except FAILURES:
             return False
         return True
-
-
-async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightRef:
-    """The weights that this run served last, or the model itself. In `shared_vllm` the engine
-    decides, because a trainer must write the weights back.
-
-    Raises:
-        UnusableWeights: the last served weights of a run that --run-id names are missing from the
-            disk or damaged.
-        RedisUnreachable, BadServedRecord: the record of the served weights cannot be read.
-    """
-    if settings.share_weights:
-        return WeightRef()
-    served = await store.read(settings.redis_deadline_s)
-    if served is None:
-        return WeightRef()
-    if not served.weights.trained:
-        return served.weights
-    obstacle = _obstacle(settings, served)
-    if obstacle is None:
-        try:
-            path = await asyncio.to_thread(check_weights, served.weights, settings.loads_from)
-        except UnusableWeights as error:
-            obstacle = (
-                f"this run last served policy version {tuple(served.weights.version)}, which "
-                f"cannot be loaded: {error}. Start with another --run-id, or with "
-                f"--no-await-weights to serve {settings.model} from disk"
-            )
-            if "run_id" in settings.model_fields_set:
-                raise UnusableWeights(obstacle) from error
-            # Nobody named this run, so it may be an earlier one.
-        else:
-            log.info(
-                "weights.restored",
-                policy_version=tuple(served.weights.version),
-                directory=str(path),
-                hint=f"to serve {settings.model} instead, pass --no-await-weights or another "
-                "--run-id",
-            )
-            return served.weights.model_copy(update={"path": path})
-    log.warning(
-        "weights.not_restored",
-        policy_version=tuple(served.weights.version),
-        reason=obstacle,
-        effect=f"the server serves {settings.model} under a new policy version",
-    )
-    begun = WeightRef(version=served.weights.version.next_epoch())
-    await store.save(ServedWeights(begun, model=settings.model))
-    return begun
-
-
-def _obstacle(settings: ServerSettings, served: ServedWeights) -> str | None:
-    """The reason why this server cannot serve the last served weights; None if it can."""
-    kind = served.weights.kind
-    wanted = WeightKind.ADAPTER if settings.enable_lora else WeightKind.CHECKPOINT
-    if not settings.await_weights:
-        return "--no-await-weights"
-    if kind is WeightKind.MEMORY:
-        return "a trainer wrote the weights in place (shared_vllm), so the weights are not on disk"
-    if kind is not wanted:
-        named = {WeightKind.ADAPTER: "an adapter", WeightKind.CHECKPOINT: "a checkpoint"}
-        return f"the weights are {named[kind]}, but this server serves {named[wanted]}"
-    if not served.weights.digest:
-        return "the trainer's announcement of the weights is lost"
-    if not same_model(served.model, settings.model):
-        return f"the weights belong to {served.model}, but this server serves {settings.model}"
-    return None
