@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.http.middleware import InFlight
+from grpo_vllm.middleware import InFlight
 from tests.support.wait import wait_for_async
 
 REFUSED, TRY_AGAIN = 409, 503

@@ -223,8 +223,8 @@ def test_adapters_in_float32_are_refused_by_name() -> None:
 async def test_an_engine_that_fails_is_no_fault_of_the_request(internals: ModuleType) -> None:
     """vLLM 0.33 raises its errors of the server unwrapped, for example while it is paused."""
     from grpo_core.wire.policy_version import PolicyVersion
-    from grpo_vllm.generate.request import GenerateRequest
-    from grpo_vllm.generate.runner import GenerationFailed, RunningRequest
+    from grpo_vllm.routes.generate_request import GenerateRequest
+    from grpo_vllm.routes.running_request import GenerationFailed, RunningRequest
 
     async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
         raise internals.requests.VLLMServerError("Generation is paused")

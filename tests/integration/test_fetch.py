@@ -22,7 +22,7 @@ from grpo_core.weights.delta import write_delta
 from grpo_core.weights.version_log import ServerVersionLog, VersionLog
 from grpo_core.weights.versions import DELTA_SUFFIX, Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.http.server import require_api_key, serving
+from grpo_vllm.http_server import require_api_key, serving
 from grpo_vllm.supervisor.host import _listening
 from grpo_vllm.weights import staging as staging_module
 from grpo_vllm.weights.fetch import Fetcher, HttpTransport, Staged

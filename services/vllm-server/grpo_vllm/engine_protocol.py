@@ -7,7 +7,7 @@ Between supervisor and fork server, over a SOCK_SEQPACKET pair:
 
 Between engine and supervisor, over the *channel*, a pair of stream sockets (`EngineEnd`,
 `SupervisorEnd`): messages of one byte, of which PARKED comes with the descriptor of a client's
-connection; see `grpo_vllm.http.server`.
+connection; see `grpo_vllm.http_server`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from grpo_vllm.engine_protocol import EngineEnd, EnginePlan
-from grpo_vllm.http.middleware import InFlight
-from grpo_vllm.http.server import DrainingServer, serve_until
+from grpo_vllm.http_server import DrainingServer, serve_until
+from grpo_vllm.middleware import InFlight
 
 DIRECTORY = "STUB_ENGINE_DIRECTORY"
 OBSTACLE = "STUB_ENGINE_OBSTACLE"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from grpo_core.weights.servers import ABSENT_AFTER_S
-from grpo_vllm.weights.follow_gate import FollowGate
+from grpo_vllm.middleware import FollowGate
 
 
 def test_requests_pass_while_the_supervisor_says_so() -> None:

@@ -20,9 +20,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.servers import ServerState, ServerStatus
-from grpo_vllm.http import server as http_server
-from grpo_vllm.http.middleware import GateRefusal, InFlight, ReadinessGate
-from grpo_vllm.http.server import DrainingServer, require_api_key
+from grpo_vllm import http_server
+from grpo_vllm.http_server import DrainingServer, require_api_key
+from grpo_vllm.middleware import GateRefusal, InFlight, ReadinessGate
 from grpo_vllm.supervisor.main import health_app
 
 AN_HOUR_S = 3600.0

@@ -34,11 +34,10 @@ from grpo_vllm.engine.vllm_compat.launch import (
 )
 from grpo_vllm.engine.vllm_compat.requests import STAMPS_VERSIONS
 from grpo_vllm.engine_protocol import EngineEnd, EnginePlan
-from grpo_vllm.http.middleware import InFlight, ReadinessGate
-from grpo_vllm.http.server import DrainingServer, require_api_key, serve_until
+from grpo_vllm.http_server import DrainingServer, require_api_key, serve_until
+from grpo_vllm.middleware import FollowGate, InFlight, ReadinessGate
 from grpo_vllm.routes.control import bridge_router, engine_router, info_router, lora_router
 from grpo_vllm.routes.generation import generation_router
-from grpo_vllm.weights.follow_gate import FollowGate
 from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore

@@ -24,9 +24,8 @@ from grpo_core.weights.directory_checks import (
 from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.launch import device_type, generation_tokens
-from grpo_vllm.http.middleware import InFlight
+from grpo_vllm.middleware import FollowGate, InFlight
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered, refusals
-from grpo_vllm.weights.follow_gate import FollowGate
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.write_lease import BridgeConflict, ServingState, WeightBridge

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from grpo_core.errors import GrpoError
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_vllm.engine.control import EngineTimeout
-from grpo_vllm.generate.request import BadGenerateRequest
-from grpo_vllm.generate.runner import GenerationFailed
+from grpo_vllm.routes.generate_request import BadGenerateRequest
+from grpo_vllm.routes.running_request import GenerationFailed
 from grpo_vllm.weights.lora import AdapterRefused
 from grpo_vllm.weights.write_lease import BridgeConflict
 

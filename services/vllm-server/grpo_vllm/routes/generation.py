@@ -24,10 +24,10 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from grpo_core.errors import GrpoError
-from grpo_vllm.generate.request import REQUEST_SCHEMA, parse_generate_request
-from grpo_vllm.generate.runner import GenerationFailed, RunningRequest
-from grpo_vllm.http.middleware import unless_disconnected
+from grpo_vllm.middleware import unless_disconnected
 from grpo_vllm.routes.errors import BodyTooLarge, ErrorHandlingRoute, refusals
+from grpo_vllm.routes.generate_request import REQUEST_SCHEMA, parse_generate_request
+from grpo_vllm.routes.running_request import GenerationFailed, RunningRequest
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.write_lease import WeightBridge
 

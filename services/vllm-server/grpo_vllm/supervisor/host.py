@@ -21,7 +21,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.listening import listen
 from grpo_core.tree.server import ServerSettings
-from grpo_vllm.http.server import BACKLOG
+from grpo_vllm.http_server import BACKLOG
 
 log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.weights.versions import file_below
-from grpo_vllm.http.server import require_api_key, serving
+from grpo_vllm.http_server import require_api_key, serving
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
 from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory

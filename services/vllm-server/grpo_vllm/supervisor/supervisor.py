@@ -23,7 +23,7 @@ from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.servers import ABSENT_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_vllm.http.server import serving
+from grpo_vllm.http_server import serving
 from grpo_vllm.supervisor.commits import Commit, CommitQueue, CommitRefused
 from grpo_vllm.supervisor.engine import (
     LOAD_DEADLINE_S,

@@ -19,7 +19,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.engine.vllm_compat.requests import EngineDeadError, LoRARequest
-from grpo_vllm.http.middleware import InFlight
+from grpo_vllm.middleware import InFlight
 
 log = structlog.get_logger()
 

@@ -29,7 +29,7 @@ from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl
-from grpo_vllm.http.middleware import GateRefusal
+from grpo_vllm.middleware import GateRefusal
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 
 log = structlog.get_logger()

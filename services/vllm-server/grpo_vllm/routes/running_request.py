@@ -19,7 +19,7 @@ from grpo_vllm.engine.vllm_compat.requests import (
     TokensPrompt,
     stamped_versions,
 )
-from grpo_vllm.generate.request import BadGenerateRequest, GenerateRequest
+from grpo_vllm.routes.generate_request import BadGenerateRequest, GenerateRequest
 from grpo_vllm.weights.lora import LoadedAdapter
 
 FINISHED = frozenset({"stop", "length", "repetition"})

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from grpo_core.http_connections import LimitedProtocol
 from grpo_core.protocol import PROTOCOL_HEADER
 from grpo_core.security import App, BearerTokenGuard
-from grpo_vllm.http.middleware import InFlight
+from grpo_vllm.middleware import InFlight
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/healthz", "/readyz"})
 """Paths that need no API key, for probes and monitors. vLLM leaves the same paths open."""

@@ -2,7 +2,7 @@
 
 After a restart the engine may hold other weights than the run's. Until a trainer writes the right
 ones back, health checks fail, and requests that generate are held for a while and then refused
-(`ReadinessGate`). All other requests pass.
+(`ReadinessGate`). All other requests pass. Weights may also be too old (`FollowGate`).
 
 Each request keeps the *generation number* that was current when it arrived (`InFlight`). An adapter
 is unloaded only when no request of its generation is left. A drain that exceeds its deadline ends
@@ -12,6 +12,7 @@ the remaining requests with status 503.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_core.deadline import Deadline
 from grpo_core.security import refuse
+from grpo_core.weights.servers import ABSENT_AFTER_S
 
 T = TypeVar("T")
 
@@ -39,6 +41,8 @@ TRY_AGAIN_LATER = 1013
 """WebSocket close code "Try Again Later" (IANA registry)."""
 LOOKAHEAD_BYTES = 64 * 1024
 """The server reads at most this much of a held request's body, to detect a disconnection."""
+POLL_S = 0.05
+SILENT = "the supervisor of this engine has yet to say whether its weights are the newest"
 GIVEN_UP = (
     "the engine could not finish this request in time, because it restarts or does not hold the "
     "weights of the run; send the request again"
@@ -51,6 +55,42 @@ class GateRefusal:
 
     reason: str
     hold: bool
+
+
+class FollowGate:
+    """Closes the engine while its weights may be too old: it samples only while the supervisor says
+    so, which repeats it every second. If it was stopped, the engine holds requests until it has
+    looked for newer weights. While Redis does not answer, nobody knows of newer ones and the engine
+    samples; when Redis is back after a while, the engine holds requests likewise.
+
+    Args: follows: False for servers that follow no trainer; their gate stays open
+    """
+
+    def __init__(self, follows: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._follows = follows
+        self._clock = clock
+        self._heard_at = float("-inf")
+        self._behind, self._hold = "", True
+        self.head = self.staged = ""
+
+    def note(self, behind: str, hold: bool, head: str, staged: str) -> None:
+        """The supervisor's word. `behind`: why nothing may be sampled; "" if it may; `hold`: this
+        may end soon. `head`, `staged`: ids of the newest announced version and of the newest one on
+        this host."""
+        self._heard_at = self._clock()
+        self._behind, self._hold, self.head, self.staged = behind, hold, head, staged
+
+    def refusal(self) -> GateRefusal | None:
+        """The reason why requests may not pass now; None if they may."""
+        if not self._follows:
+            return None
+        if self._clock() - self._heard_at > ABSENT_AFTER_S:
+            return GateRefusal(SILENT, hold=True)
+        return GateRefusal(self._behind, self._hold) if self._behind else None
+
+    async def wait(self, at_most_s: float) -> None:
+        """Return soon, when the refusal may have changed."""
+        await asyncio.sleep(min(at_most_s, POLL_S))
 
 
 class ReadinessGate:

@@ -1,1 +1,0 @@
-"""`POST /generate`: checks a request, runs it in the engine and builds the answer."""
