@@ -14,6 +14,7 @@ from functools import cached_property, partial
 
 import structlog
 import torch
+from torch import nn
 
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
@@ -91,15 +92,15 @@ def accumulate_gradients(
     Raises:
         NonFiniteStep: the loss or the gradient norm is NaN or infinite, on all ranks alike.
     """
-    micro_batches, stops = batch.micro_batches, ranks.count == 1
+    micro_batches, dropouts = batch.micro_batches, adapter_dropouts(policy)
     portion = ranks.portion(micro_batches, micro_batches[0].without_weight())
     loss_scale = None if optimizer is None else optimizer.loss_scale
     for scale in [1.0] if loss_scale is None else loss_scale.attempts():
         found = Totals()
         with ranks.exchange("computing gradients"):
             for number, micro in enumerate(portion):
-                where = f"step {step}, micro-batch {number}" if stops else None
-                found.add(*backward(policy, micro, objective, forward, scale, where))
+                where = f"step {step}, micro-batch {number}" if ranks.count == 1 else None
+                found.add(*backward(policy, micro, objective, forward, dropouts, scale, where))
         found.add_up(ranks)
         if not math.isfinite(sum(found.loss_parts)):
             raise _non_finite(f"step {step}", sum(found.loss_parts), found.sums)
@@ -247,12 +248,14 @@ def backward(
     micro: MicroBatch,
     objective: Objective,
     forward: ForwardPass,
+    dropouts: Sequence[nn.Dropout],
     scale: float,
     where: str | None,
 ) -> tuple[list[float], LossSums, TokenValues]:
     """Run forward and backward over a micro-batch; returns what `Totals.add` takes.
 
     Args:
+        dropouts: the adapter's
         scale: multiplies the gradients
         where: names the micro-batch in an error. None: never raise, because the backward passes of
             several ranks wait for each other
@@ -260,7 +263,7 @@ def backward(
     Raises:
         NonFiniteLoss: the loss is NaN or infinite.
     """
-    dropouts, on_device = adapter_dropouts(policy), micro.to(device_of(policy))
+    on_device = micro.to(device_of(policy))
     with dropout_on(dropouts):
         trained = forward(policy, on_device)
     without_dropout = trained
