@@ -74,23 +74,18 @@ class StubEngine:
         )
 
     async def update(self, request: Request) -> Response:
+        asked = await request.json()
         if (Path(os.environ[DIRECTORY]) / TORN).exists():
             os._exit(1)
-        asked = await request.json()
-        self.version, self.path = asked["policy_version"], asked["directory"]
-        return JSONResponse({"pause_s": 0.25})
-
-    async def rename(self, request: Request) -> Response:
-        self.version = (await request.json())["policy_version"]
-        return JSONResponse({})
-
-    async def load(self, request: Request) -> Response:
-        asked = await request.json()
         if (Path(asked["directory"]) / BAD_RANK).exists():
             # as the HTTP server does for its own errors
             return Response("the engine does not like it", 400)
         self.version, self.path = asked["policy_version"], asked["directory"]
-        return JSONResponse({"in_use": [self.path]})
+        return JSONResponse({"pause_s": 0.25, "in_use": [self.path]})
+
+    async def rename(self, request: Request) -> Response:
+        self.version = (await request.json())["policy_version"]
+        return JSONResponse({})
 
     async def serve(self) -> None:
         channel = EngineEnd(self.plan.channel)
@@ -119,7 +114,6 @@ class StubEngine:
                 Route("/engine/weights", self.update, methods=["POST"]),
                 Route("/engine/version", self.rename, methods=["POST"]),
                 Route("/engine/drain", post_drain, methods=["POST"]),
-                Route("/engine/adapter", self.load, methods=["POST"]),
             ]
         )
         servers = {public: self.plan.public, DrainingServer(private): self.plan.private}

@@ -73,7 +73,7 @@ class UnloadRequest(_Body):
 
 
 class UpdateRequest(_Body):
-    """`directory`: verified by the supervisor, with all weights of the model or an adapter."""
+    """`directory`: verified by the supervisor, with all weights of the model, or an adapter."""
 
     directory: Path
     policy_version: PolicyVersion
@@ -313,19 +313,15 @@ def engine_router(
         }
 
     @router.post("/weights")
-    async def post_weights(request: UpdateRequest) -> dict[str, float]:
+    async def post_weights(request: UpdateRequest) -> dict[str, Any]:
+        directory, version = request.directory, request.policy_version
+        if adapters is not None:
+            await adapters.load(directory, version)
+            await bridge.adopt(version)
+            return {"pause_s": 0.0, "in_use": adapters.directories_in_use()}
         if not bridge.engine.loads_weights:
             raise BridgeConflict("this version of vLLM cannot load weights while it runs")
-        pause_s = await bridge.update(request.directory, request.policy_version)
-        return {"pause_s": round(pause_s, 3)}
-
-    @router.post("/adapter")
-    async def post_adapter(request: UpdateRequest) -> dict[str, Any]:
-        if adapters is None:
-            raise NotOffered(NO_LORA)
-        await adapters.load(request.directory, request.policy_version)
-        await bridge.adopt(request.policy_version)
-        return {"in_use": adapters.directories_in_use()}
+        return {"pause_s": round(await bridge.update(directory, version), 3), "in_use": []}
 
     @router.post("/version")
     async def post_version(request: NameRequest) -> dict[str, str]:

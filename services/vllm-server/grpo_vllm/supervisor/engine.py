@@ -152,32 +152,22 @@ class Engine:
         )
         return answer
 
-    async def update_weights(self, directory: str, version: tuple[int, int]) -> float:
-        """Load the weights of a whole model. Returns the seconds of the pause.
+    async def load(self, weights: WeightRef) -> tuple[float, list[str]]:
+        """Serve a whole model or an adapter. Returns the seconds of the pause, and the adapter
+        directories that the engine may still read.
 
         Raises:
-            EngineRefused: the engine cannot load weights while it runs.
+            EngineRefused: the engine cannot load it and still serves the previous weights.
             EngineDoesNotAnswer: the engine may hold a part of the new weights.
         """
-        body = {"directory": directory, "policy_version": list(version)}
+        body = {"directory": str(weights.path), "policy_version": list(weights.version)}
         answer = await self._ask("POST", "/engine/weights", LOAD_DEADLINE_S, json=body)
-        return float(answer["pause_s"])
+        return float(answer["pause_s"]), [str(path) for path in answer["in_use"]]
 
     async def rename_weights(self, version: tuple[int, int]) -> None:
         """Raises `EngineDoesNotAnswer`, `EngineRefused`."""
         body = {"policy_version": list(version)}
         await self._ask("POST", "/engine/version", ASK_DEADLINE_S, json=body)
-
-    async def load_adapter(self, directory: str, version: tuple[int, int]) -> list[str]:
-        """Serve the adapter. Returns the adapter directories that the engine may still read.
-
-        Raises:
-            EngineRefused: the engine refused the adapter and still serves the previous weights.
-            EngineDoesNotAnswer: the served weights are unknown.
-        """
-        body = {"directory": directory, "policy_version": list(version)}
-        answer = await self._ask("POST", "/engine/adapter", LOAD_DEADLINE_S, json=body)
-        return [str(path) for path in answer["in_use"]]
 
     async def drain(self, within_s: float) -> None:
         """Tell the engine to drain and end. Returns at once; never raises."""

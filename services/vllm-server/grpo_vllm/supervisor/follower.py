@@ -60,10 +60,6 @@ class Progress:
     peer_bytes: int = 0
 
 
-async def _unreported() -> None:
-    pass
-
-
 class Follower:
     """Args:
     max_staleness: steps; None for no limit
@@ -77,8 +73,8 @@ class Follower:
         fetcher: Fetcher,
         commits: CommitQueue,
         check: Check,
-        max_staleness: int | None = None,
-        report: Callable[[], Awaitable[None]] = _unreported,
+        max_staleness: int | None,
+        report: Callable[[], Awaitable[None]],
     ) -> None:
         self._versions = versions
         self._fetcher = fetcher

@@ -107,12 +107,8 @@ class Supervisor:
         return self._phase in (ServerState.SERVING, ServerState.COMMITTING)
 
     def status(self) -> ServerStatus:
-        weights, slot, given, fetcher = (
-            self.commits.weights,
-            self._slot,
-            self._settings,
-            self._fetcher,
-        )
+        slot, given, fetcher = self._slot, self._settings, self._fetcher
+        weights = self.commits.weights
         progress = self._follower.progress if self._follower else Progress()
         in_use = self._follower.in_use if self._follower else self.commits.in_use()
         is_behind = self._phase is ServerState.SERVING and self._behind()
@@ -317,10 +313,8 @@ class Supervisor:
         return True
 
     async def _load(self, engine: Engine, weights: WeightRef) -> float:
-        if weights.kind is not WeightKind.ADAPTER:
-            return await engine.update_weights(str(weights.path), weights.version)
-        self.commits.adapters = await engine.load_adapter(str(weights.path), weights.version)
-        return 0.0
+        pause_s, self.commits.adapters = await engine.load(weights)
+        return pause_s
 
     def _tear(self, commit: Commit, error: Exception) -> bool:
         commit.torn = True
