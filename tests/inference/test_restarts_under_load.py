@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_env.inference.pool import Conversation, InferencePool
+from grpo_env.inference.pool import InferencePool
+from grpo_env.inference.server import Home
 from grpo_env.inference.waiting import wait_for_servers
 from tests.fixtures.adapters import load
 from tests.fixtures.file_sync import HandedOffServer
@@ -114,13 +115,14 @@ GROUP_SIZE = 4
 TOKENS = 64
 
 
-async def rollout(session: Conversation, first_token: int, answers: list[GenerateAnswer]) -> None:
+async def rollout(pool: InferencePool, first_token: int, answers: list[GenerateAnswer]) -> None:
     """Two turns of a conversation."""
     sampling = {"n": GROUP_SIZE, "max_tokens": TOKENS, "ignore_eos": True}
     prompt = [first_token, 5, 6]
-    first = await session.generate(prompt, **sampling)
+    home = Home()
+    first = await pool.generate(prompt, home, **sampling)
     answers.append(first)
-    answers.append(await session.generate(prompt + first.token_ids[0], **sampling))
+    answers.append(await pool.generate(prompt + first.token_ids[0], home, **sampling))
 
 
 @pytest.mark.full
@@ -139,8 +141,7 @@ async def test_no_group_is_lost_when_a_server_is_killed_while_the_other_restarts
 
             async with InferencePool(urls, START_DEADLINE_S, max_requests=GROUPS) as pool:
                 work = [
-                    asyncio.create_task(rollout(pool.session(), number, answers))
-                    for number in range(GROUPS)
+                    asyncio.create_task(rollout(pool, number, answers)) for number in range(GROUPS)
                 ]
                 await wait_for_async(lambda: len(answers) > GROUPS // 4)
                 restart = asyncio.create_task(

@@ -19,7 +19,7 @@ from grpo_env.loading import TaskSpec, TaskUnusable, find_rule
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grader
-from grpo_env.rollout.groups import CompletionSource, SamplingPlan
+from grpo_env.rollout.groups import Generate, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
 from grpo_env.rollout.teacher import Teacher
 from grpo_env.sandbox import use_sandbox
@@ -126,7 +126,7 @@ async def open_engine(
         GrpoError: the errors of `wait_for_servers`.
     """
     async with open_pool(settings, tasks) as pool, open_teacher(settings, template) as teacher:
-        with engine_on(pool, settings, template, teacher) as engine:
+        with engine_on(pool.generate, settings, template, teacher) as engine:
             yield engine
 
 
@@ -174,14 +174,14 @@ async def open_teacher(
 
 @contextmanager
 def engine_on(
-    source: CompletionSource,
+    generate: Generate,
     settings: EnvServerSettings,
     template: ChatTemplate,
     teacher: Teacher | None = None,
 ) -> Iterator[RolloutEngine]:
     """The rollout engine on any source of completions."""
     with task_code(settings) as code:
-        yield RolloutEngine(source, template, Grader(settings.reward_weights, code), teacher)
+        yield RolloutEngine(generate, template, Grader(settings.reward_weights, code), teacher)
 
 
 def task_code(settings: EnvServerSettings) -> TaskCode:

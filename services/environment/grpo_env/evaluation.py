@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ async def _open_evaluator(
     settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
 ) -> AsyncIterator[RolloutEngine]:
     async with open_pool(settings, tasks) as pool:
-        with engine_on(pool, settings, template) as engine:
+        with engine_on(pool.generate, settings, template) as engine:
             # One server has one version, and nothing is waited for.
             several = len(pool.places) > 1
             yield await _of_one_version(engine, pool, settings, 0) if several else engine
@@ -228,7 +229,7 @@ async def _of_one_version(
     """
     deadline_s, api_key = settings.request_deadline_s, plain(settings.vllm_api_key)
     newest = await wait_for_step(lambda: pool.places, step, deadline_s, api_key)
-    return engine.on(pool.part(newest))
+    return engine.on(partial(pool.generate, only=newest))
 
 
 class _Answers:

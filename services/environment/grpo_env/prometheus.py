@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from grpo_env.inference.health import Standing
+from grpo_env.inference.health import State
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.producer import GroupCounts
@@ -93,5 +93,5 @@ class EnvironmentMetrics(Collector):
         for server in [*self._pool.servers]:
             answered.add_metric([server.url], server.answered.total())
             load.add_metric([server.url], server.load)
-            serving.add_metric([server.url], float(server.standing is Standing.SERVING))
+            serving.add_metric([server.url], float(server.standing is State.SERVING))
         yield from (answered, load, serving)

@@ -66,7 +66,7 @@ async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTempl
     """
     async with open_pool(settings, tasks) as pool, open_teacher(settings, template) as teacher:
         with (
-            engine_on(pool, settings, template, teacher) as engine,
+            engine_on(pool.generate, settings, template, teacher) as engine,
             _ready_file(settings.ready_file),
         ):
             async with EnvironmentClient(

@@ -131,7 +131,7 @@ def _bridge_state(answer: httpx.Response) -> _BridgeState:
         ) from error
 
 
-class Standing(Enum):
+class State(Enum):
     """How the pool treats a server.
 
     away ─▶ serving             a probe finds the server healthy after a probe failed
@@ -140,12 +140,21 @@ class Standing(Enum):
     on trial ─▶ serving, away   that request was answered, or failed
     any ─▶ gone                 no connection, or not serving for too long: the server is skipped
     gone ─▶ serving, on trial   as from away
+
+    The rest is what run-api lists:
+    updating                    its engine restarts: the requests of its conversations wait at it
+    closed                      it may not serve its policy, or has left: it is skipped
     """
 
     SERVING = auto()
     ON_TRIAL = auto()
     AWAY = auto()
     GONE = auto()
+    UPDATING = auto()
+    CLOSED = auto()
+
+
+ANSWERING = (State.SERVING, State.ON_TRIAL)
 
 
 class ServerStanding:
@@ -166,7 +175,7 @@ class ServerStanding:
         on_change: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self.standing = Standing.AWAY
+        self.standing = State.AWAY
         self.reason = "not probed yet"
         self.url = url
         self._gone_after_s = gone_after_s
@@ -176,11 +185,7 @@ class ServerStanding:
         self._answered_at = self._failed_at = -math.inf
         self._has_been_unhealthy = True
         """True if a probe failed since the last failed request, or nothing was tried yet."""
-        self._logged = Standing.SERVING
-
-    @property
-    def gets_requests(self) -> bool:
-        return self.standing in (Standing.SERVING, Standing.ON_TRIAL)
+        self._logged = State.SERVING
 
     @property
     def recheck_s(self) -> float:
@@ -209,41 +214,41 @@ class ServerStanding:
                 self._stop_serving(problem, is_restart=True)
         elif self._has_been_unhealthy:
             self._serve()
-        elif self.standing is not Standing.SERVING and began_at >= self._failed_at:
-            self._change(Standing.ON_TRIAL)
+        elif self.standing is not State.SERVING and began_at >= self._failed_at:
+            self._change(State.ON_TRIAL)
 
     def _serve(self) -> None:
         self.reason = "healthy"
-        self._change(Standing.SERVING)
-        if self._logged is not Standing.SERVING:
+        self._change(State.SERVING)
+        if self._logged is not State.SERVING:
             seconds = round(self._clock() - self._not_serving_since, 1)
             log.info("server.recovered", url=self.url, away_s=seconds)
-            self._logged = Standing.SERVING
+            self._logged = State.SERVING
 
     def _stop_serving(self, error: Exception, is_restart: bool) -> None:
         now = self._clock()
         self.reason = named(error)
-        if self.standing is Standing.SERVING:
+        if self.standing is State.SERVING:
             self._not_serving_since = now
         is_gone = (
-            self.standing is Standing.GONE
+            self.standing is State.GONE
             or now - self._not_serving_since >= self._gone_after_s
             or _is_unreachable(error)
             or isinstance(error, NotAnInferenceServer)
         )
-        self._change(Standing.GONE if is_gone else Standing.AWAY)
-        self._log(Standing.GONE if is_gone or not is_restart else Standing.AWAY)
+        self._change(State.GONE if is_gone else State.AWAY)
+        self._log(State.GONE if is_gone or not is_restart else State.AWAY)
 
-    def _change(self, standing: Standing) -> None:
+    def _change(self, standing: State) -> None:
         if standing is not self.standing:
             self.standing = standing
             self._on_change()
 
-    def _log(self, standing: Standing) -> None:
-        if self._logged is Standing.GONE or self._logged is standing:
+    def _log(self, standing: State) -> None:
+        if self._logged is State.GONE or self._logged is standing:
             return
         self._logged = standing
-        if standing is Standing.GONE:
+        if standing is State.GONE:
             log.warning(
                 "server.failed",
                 url=self.url,

@@ -2,7 +2,7 @@
 has little to do.
 
 A server that restarts is waited for, a server that is gone is skipped. Each server has a task that
-probes `GET /health`. Requests that find no server wait until a server's standing changes.
+probes `GET /health`. Requests that find no server wait until a server's state changes.
 
 Servers are those of `--inference-url`, and those that run-api lists. They come and go during a run.
 """
@@ -24,9 +24,9 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.service_url import ServiceUrl
 from grpo_core.wire.run_api import ListedServer
-from grpo_env.inference.health import HealthClient, Standing
+from grpo_env.inference.health import ANSWERING, HealthClient, State
 from grpo_env.inference.places import Lookup, NamedServers, Place, addresses_of, place_key
-from grpo_env.inference.server import PooledServer
+from grpo_env.inference.server import Home, PooledServer
 
 _GONE_AFTER_S = 120.0
 """A server that has not served for so long is gone. A restart takes less: a drain of up to 60 s and
@@ -86,16 +86,18 @@ class InferencePool(ClosesOnAsyncExit):
                     await server.probed.wait()
         return self
 
-    def session(self) -> Conversation:
-        """For the requests of one conversation."""
-        return Conversation(self)
-
-    def part(self, places: frozenset[Place]) -> PoolPart:
-        """These servers alone; if they are all gone, or there are none, all servers."""
-        return PoolPart(self, places)
-
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        home: Home | None = None,
+        only: frozenset[Place] = ANY,
+        **sampling: Any,
+    ) -> GenerateAnswer:
         """As `GenerationClient.generate`, repeated until a server answers.
+
+        Args:
+            home: of the conversation that the request belongs to
+            only: the servers to use; if they are all gone, or there are none, all servers
 
         Raises:
             ServiceUnavailable: no server answered within the deadline; or all that are healthy
@@ -103,7 +105,28 @@ class InferencePool(ClosesOnAsyncExit):
             NoGenerateRoute: the server has no such route.
             SharedWeightsHaveOneServer: one of several servers shares its weights with a trainer.
         """
-        return await self.session().generate(prompt_token_ids, **sampling)
+        home = home or Home()
+        deadline = Deadline(self.deadline_s, self.clock)
+        broken: set[PooledServer] = set()
+        while True:
+            server = await self._next_server(home.server, only, broken, deadline)
+            try:
+                answer = await server.generate(prompt_token_ids, deadline.left_s, sampling)
+            except TimeoutError:
+                continue  # the server is gone, and another one serves
+            except httpx.ReadTimeout as error:
+                server.request_failed(error)
+                raise unavailable(SERVICE, server.url, deadline.seconds, error) from error
+            except (httpx.TransportError, TransientAnswer) as error:
+                server.request_failed(error)
+            except ServiceUnavailable as error:
+                server.request_failed(error)
+                broken.add(server)
+                if not self._candidates(home.server, only, broken):
+                    raise
+            else:
+                home.server = server
+                return answer
 
     async def close(self) -> None:
         if self._tending is not None:
@@ -116,7 +139,7 @@ class InferencePool(ClosesOnAsyncExit):
     @property
     def places(self) -> list[Place]:
         """The servers that may answer now; all if there are none."""
-        present = [s.place for s in self._members() if s.standing is not Standing.GONE]
+        present = [s.place for s in self._members() if s.standing is not State.GONE]
         return present or [server.place for server in self.servers]
 
     def follow(self, listed: Sequence[ListedServer]) -> None:
@@ -127,7 +150,12 @@ class InferencePool(ClosesOnAsyncExit):
         if not listed:
             return
         by_place = {server.place.key: server for server in self.servers}
-        by_name = {server.name: server for server in self.servers if server.is_known_by_name}
+        # A server that only the list names may have moved, so the URL decides.
+        by_name = {
+            server.name: server
+            for server in self.servers
+            if server.is_named and server.name and server.standing is not State.GONE
+        }
         entries: dict[PooledServer, ListedServer] = {}
         missing: list[ListedServer] = []
         for entry in listed:
@@ -137,7 +165,11 @@ class InferencePool(ClosesOnAsyncExit):
             else:
                 missing.append(entry)
         # A missing server may be one of these, under another URL.
-        unknown = [s for s in self.servers if s.has_unknown_name and s not in entries]
+        unknown = [
+            server
+            for server in self.servers
+            if server.standing is State.SERVING and not server.knows_name and server not in entries
+        ]
         for server in unknown:
             server.ask_name()
         if not unknown:
@@ -179,7 +211,7 @@ class InferencePool(ClosesOnAsyncExit):
         left: set[PooledServer] = set()
         while True:
             await asyncio.sleep(_TEND_EVERY_S)
-            serves = any(server.gets_requests for server in self._members())
+            serves = any(server.standing in ANSWERING for server in self._members())
             if not serves or self.clock() - looked_up_at >= _LOOK_UP_EVERY_S:
                 looked_up_at = self.clock()
                 await self._named.look_up()
@@ -192,16 +224,14 @@ class InferencePool(ClosesOnAsyncExit):
                 server.log_requests()
                 await server.close()
 
-    async def next_server(
+    async def _next_server(
         self,
         home: PooledServer | None,
+        only: frozenset[Place],
         broken: set[PooledServer],
         deadline: Deadline,
-        part: frozenset[Place] = ANY,
     ) -> PooledServer:
         """The best candidate. Waits until there is one.
-
-        Args: as `candidates`
 
         Raises:
             ServiceUnavailable: there was none within the deadline.
@@ -210,7 +240,7 @@ class InferencePool(ClosesOnAsyncExit):
         while not deadline.has_passed:
             if self._unusable is not None:
                 raise self._unusable
-            if candidates := self.candidates(home, broken, part):
+            if candidates := self._candidates(home, only, broken):
                 return self._pick(candidates)
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline.left_s):
@@ -233,26 +263,19 @@ class InferencePool(ClosesOnAsyncExit):
         server.picked_at = self._picks  # servers with equal loads take turns
         return server
 
-    def candidates(
-        self,
-        home: PooledServer | None,
-        broken: set[PooledServer],
-        part: frozenset[Place] = ANY,
+    def _candidates(
+        self, home: PooledServer | None, only: frozenset[Place], broken: set[PooledServer]
     ) -> list[PooledServer]:
         """The servers to which a request may go now.
 
-        Args:
-            home: the only server to use, unless it is gone; None for any
-            broken: the servers that answered the request with an error that a repeat would meet
-            part: the only servers to use, unless all are gone; empty for any
+        Args: broken: those that answered the request with an error that a repeat would meet
         """
         members = self._members()
         if len(members) > 1:  # else nobody could take the requests, so the only server holds them
-            here = [s for s in members if s.is_usable and s.standing is not Standing.GONE]
-            part_here = [s for s in here if s.place in part]
-            members = [home] if home in here else part_here or here
-        open_now = [server for server in members if server.is_open]
-        return _healthy(open_now, broken) or _healthy(members, broken)
+            here = [s for s in members if s.state not in (State.GONE, State.CLOSED)]
+            members = [home] if home in here else [s for s in here if s.place in only] or here
+        left = [server for server in members if server not in broken]
+        return _healthy([s for s in left if s.state in ANSWERING]) or _healthy(left)
 
     def _members(self) -> list[PooledServer]:
         """All servers that something names, each once even if it has several URLs."""
@@ -263,11 +286,11 @@ class InferencePool(ClosesOnAsyncExit):
         """Wake the requests that wait for a server, and those that a server holds that is gone."""
         self._changed.set()
         self._changed.clear()
-        self._repeat_elsewhere(s for s in self.servers if s.standing is Standing.GONE)
+        self._repeat_elsewhere(s for s in self.servers if s.standing is State.GONE)
 
     def _repeat_elsewhere(self, lost: Iterable[PooledServer]) -> None:
         """End the requests in flight at these servers, if another one serves."""
-        if any(s.standing is Standing.SERVING and s.is_open for s in self.servers):
+        if any(server.state is State.SERVING for server in self.servers):
             for server in lost:
                 server.abort_requests()
 
@@ -282,67 +305,8 @@ class InferencePool(ClosesOnAsyncExit):
             server.log_requests()
 
 
-def _healthy(servers: Iterable[PooledServer], broken: set[PooledServer]) -> list[PooledServer]:
-    left = [server for server in servers if server not in broken]
-    serving = [server for server in left if server.standing is Standing.SERVING]
-    on_trial = [server for server in left if server.standing is Standing.ON_TRIAL]
+def _healthy(servers: Sequence[PooledServer]) -> list[PooledServer]:
+    serving = [server for server in servers if server.standing is State.SERVING]
+    on_trial = [server for server in servers if server.standing is State.ON_TRIAL]
     # A server that fails at once is always the least loaded, so it is tried by one request.
     return [server for server in on_trial if not server.load] or serving or on_trial
-
-
-class PoolPart:
-    """Some servers of a pool; all of them once these are gone."""
-
-    def __init__(self, pool: InferencePool, places: frozenset[Place]) -> None:
-        self._pool = pool
-        self._places = places
-
-    def session(self) -> Conversation:
-        return Conversation(self._pool, self._places)
-
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
-        """As `InferencePool.generate`."""
-        return await self.session().generate(prompt_token_ids, **sampling)
-
-
-class Conversation:
-    """The requests of one conversation, all at one server.
-
-    So every turn finds its prefix in that server's cache, and only an update of the server changes
-    the policy. The server that answers first is kept, even while it restarts. Another server takes
-    over only if it is gone, or if its policy is too old.
-
-    Args: part: as in `InferencePool.candidates`
-    """
-
-    def __init__(self, pool: InferencePool, part: frozenset[Place] = ANY) -> None:
-        self._pool = pool
-        self._part = part
-        self._home: PooledServer | None = None
-
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
-        """As `InferencePool.generate`."""
-        deadline = Deadline(self._pool.deadline_s, self._pool.clock)
-        broken: set[PooledServer] = set()
-        while True:
-            server = await self._pool.next_server(self._home, broken, deadline, self._part)
-            try:
-                answer = await server.generate(prompt_token_ids, deadline.left_s, sampling)
-            except TimeoutError:
-                continue  # the server is gone, and another one serves
-            except httpx.ReadTimeout as error:
-                server.request_failed(error)
-                raise unavailable(SERVICE, server.url, deadline.seconds, error) from error
-            except (httpx.TransportError, TransientAnswer) as error:
-                server.request_failed(error)
-            except ServiceUnavailable as error:
-                server.request_failed(error)
-                broken.add(server)
-                if not self._pool.candidates(self._home, broken, self._part):
-                    raise
-            else:
-                self._home = server
-                return answer
-
-    def session(self) -> Conversation:
-        return self

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -15,7 +16,7 @@ from grpo_core.errors import GrpoError, RequestRefused
 from grpo_core.weights.servers import ServerState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import ListedServer
-from grpo_env.inference.health import HealthClient, ServerStanding, Standing
+from grpo_env.inference.health import ANSWERING, HealthClient, ServerStanding, State
 from grpo_env.inference.places import Place
 
 log = structlog.get_logger()
@@ -84,21 +85,14 @@ class PooledServer(ServerStanding):
         return self.listed.name if self.listed else self._health.name or ""
 
     @property
-    def has_unknown_name(self) -> bool:
-        """Whether it serves and was not asked for its name."""
-        return self.standing is Standing.SERVING and self._health.name is None
+    def knows_name(self) -> bool:
+        return self._health.name is not None
 
     def ask_name(self) -> None:
         """With the next probe, which follows soon."""
         if not self._health.asks_name:
             self._health.asks_name = True
             self._probe_now.set()
-
-    @property
-    def is_known_by_name(self) -> bool:
-        """Whether an entry of the list with this name is this server, even if its URL is another
-        one. For a server that only the list names, the URL decides: it may have moved."""
-        return self.is_named and self.standing is not Standing.GONE and self.name != ""
 
     def take(self, is_named: bool, listed: ListedServer | None) -> bool:
         """Take whether `--inference-url` names it, and its entry in the newest list of run-api;
@@ -125,14 +119,12 @@ class PooledServer(ServerStanding):
         return not self.is_named and self.listed is None
 
     @property
-    def is_open(self) -> bool:
-        """Whether it answers at once, as far as run-api knows."""
-        return not self.has_left and (self.listed is None or self.listed.state in _OPEN)
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it answers, perhaps after an update of its engine."""
-        return self.is_open or (self.listed is not None and self.listed.state in _WAITING)
+    def state(self) -> State:
+        """Its standing, unless run-api tells that it does not answer at once."""
+        listed = ServerState.SERVING if self.listed is None else self.listed.state
+        if self.standing is State.GONE or (listed in _OPEN and not self.has_left):
+            return self.standing
+        return State.UPDATING if listed in _WAITING else State.CLOSED
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -209,12 +201,23 @@ class PooledServer(ServerStanding):
             began_at = self._clock()
             self.record_probe(await self._health.problem(), began_at)
             self.probed.set()
-            if self.standing is Standing.GONE:
+            if self.standing is State.GONE:
                 self._health.name = None  # another server may start here
-            if self.gets_requests:
+            if self.standing in ANSWERING:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_PROBE_EVERY_S):
                         await self._probe_now.wait()
             self._probe_now.clear()
-            if not self.gets_requests:
+            if self.standing not in ANSWERING:
                 await asyncio.sleep(self.recheck_s)
+
+
+@dataclass
+class Home:
+    """The server of one conversation: the one of its first answer, even while it restarts.
+
+    So every turn finds its prefix in that server's cache, and only an update of the server changes
+    the policy. Another server takes over only if it is gone, or if its policy is too old.
+    """
+
+    server: PooledServer | None = None

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_core.clients.inference import Completion
+from grpo_env.inference.server import Home
 from grpo_env.rollout.chat_template import ChatTemplate, answered
 from grpo_env.rollout.groups import (
     CUT_OFF,
     STOPPED,
-    CompletionSource,
+    Generate,
     SamplingPlan,
     TrainingSequence,
     complete,
@@ -51,9 +52,9 @@ class RecordedDialogue:
     """
 
     def __init__(
-        self, source: CompletionSource, template: ChatTemplate, plan: SamplingPlan, item: Item
+        self, generate: Generate, template: ChatTemplate, plan: SamplingPlan, item: Item
     ) -> None:
-        self._source = source.session()
+        self._generate, self._home = generate, Home()
         self._template = template
         self._plan = plan
         self._task = item.task
@@ -83,7 +84,7 @@ class RecordedDialogue:
         limit = min(max_tokens or most, most)
         with _answering(turn.sequence):
             sampling = self._plan.sampling(limit, stop)
-            [completion] = await complete(self._source, prompt_ids, 1, sampling)
+            [completion] = await complete(self._generate, prompt_ids, 1, sampling, self._home)
         return self._record(turn, completion, limit)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:

@@ -18,8 +18,8 @@ from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.dialogue import RecordedDialogue
 from grpo_env.rollout.grader import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import (
-    CompletionSource,
     FailureReason,
+    Generate,
     GroupLost,
     SampledGroup,
     SamplingPlan,
@@ -43,7 +43,7 @@ class RolloutEngine:
     """Samples and grades groups.
 
     Args:
-        source: the inference servers
+        generate: of the inference servers
         template: of the served model
         grader: calls the code of tasks
         teacher: scores the tokens of groups that are kept; None without one
@@ -51,20 +51,20 @@ class RolloutEngine:
 
     def __init__(
         self,
-        source: CompletionSource,
+        generate: Generate,
         template: ChatTemplate,
         grader: Grader,
         teacher: Teacher | None = None,
     ) -> None:
-        self._source = source
+        self._generate = generate
         self._template = template
         self._grader = grader
         self._teacher = teacher
         self._schemas: dict[int, list[dict[str, Any]]] = {}
 
-    def on(self, source: CompletionSource) -> RolloutEngine:
+    def on(self, generate: Generate) -> RolloutEngine:
         """The same engine with other servers."""
-        return RolloutEngine(source, self._template, self._grader, self._teacher)
+        return RolloutEngine(generate, self._template, self._grader, self._teacher)
 
     def prompt_ids(self, item: Item) -> list[int]:
         """[T] tokens that the policy continues first."""
@@ -113,9 +113,7 @@ class RolloutEngine:
         Raises:
             RequestRefused, ServiceUnavailable, ProtocolViolation: the server's answer.
         """
-        answer = await self._source.generate(
-            prompt_ids, n=1, max_tokens=max_tokens, temperature=1.0
-        )
+        answer = await self._generate(prompt_ids, n=1, max_tokens=max_tokens, temperature=1.0)
         (completion,) = answer.completions()
         return completion
 
@@ -137,14 +135,14 @@ class RolloutEngine:
         return dialogues, await self._grader.grade_all(item, answers)
 
     def _dialogue(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
-        return RecordedDialogue(self._source, self._template, plan, item)
+        return RecordedDialogue(self._generate, self._template, plan, item)
 
     async def _completions(self, item: Item, plan: SamplingPlan) -> list[RecordedDialogue]:
         """All completions of one prompt, in one request."""
         prompt_ids = self.prompt_ids(item)
         limit = plan.completion_limit(item.task, _room(plan, prompt_ids))
         sampling = plan.sampling(limit, item.task.stop)
-        completions = await complete(self._source, prompt_ids, plan.group_size, sampling)
+        completions = await complete(self._generate, prompt_ids, plan.group_size, sampling)
         dialogues = [self._dialogue(item, plan) for _ in completions]
         for dialogue, completion in zip(dialogues, completions, strict=True):
             dialogue.begin_with(item.prompt, prompt_ids, completion, limit)

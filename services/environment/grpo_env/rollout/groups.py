@@ -13,6 +13,7 @@ from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import PADDING, ROLLOUT, RolloutFacts, ScoredGroup
+from grpo_env.inference.server import Home
 from grpo_env.rollout.grader import Grade
 from grpo_env.tasks import Answer, Message, Task
 from grpo_env.tasks.items import Item
@@ -212,19 +213,24 @@ def _equal_first(some: Sequence[Message], others: Sequence[Message]) -> int:
     return next((n for n, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
-class CompletionSource(Protocol):
+class Generate(Protocol):
     """Samples completions, on one or several servers."""
 
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer: ...
-
-    def session(self) -> CompletionSource:
-        """The source for all requests of one conversation, which stay on one server."""
+    async def __call__(
+        self, prompt_token_ids: list[int], home: Home | None = None, **sampling: Any
+    ) -> GenerateAnswer: ...
 
 
 async def complete(
-    source: CompletionSource, prompt_ids: list[int], count: int, sampling: Mapping[str, Any]
+    generate: Generate,
+    prompt_ids: list[int],
+    count: int,
+    sampling: Mapping[str, Any],
+    home: Home | None = None,
 ) -> list[Completion]:
     """Sample completions of one prompt, in one request.
+
+    Args: home: of the conversation
 
     Raises:
         GroupLost: the server refused the request, or ended a completion before its end.
@@ -234,7 +240,7 @@ async def complete(
         ServiceUnavailable: no server answers.
     """
     try:
-        answer = await source.generate(prompt_ids, n=count, **sampling)
+        answer = await generate(prompt_ids, home, n=count, **sampling)
     except RequestRefused as error:
         raise GroupLost(FailureReason.REFUSED, str(error)) from error
     completions = answer.completions()

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.server import Home
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
@@ -35,7 +36,7 @@ _GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None
 
 
 class LocalGeneration:
-    """A `CompletionSource` by transformers.
+    """A source of completions by transformers.
 
     Args:
         policy: the model
@@ -67,10 +68,12 @@ class LocalGeneration:
             )
         self._plain = GenerationConfig(eos_token_id=[*self._ends], pad_token_id=min(self._ends))
 
-    def session(self) -> LocalGeneration:
-        return self
-
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        home: Home | None = None,  # noqa: ARG002 - there is one server
+        **sampling: Any,
+    ) -> GenerateAnswer:
         """Sample n completions in one pass; the parameters have vLLM's names.
 
         Their logprobs are those of softmax(logits / temperature), and those of the logits

@@ -118,7 +118,7 @@ class Engines:
             return
         source = nullcontext(local()) if backend == "local" else self._client(backend, environment)
         async with source as generation:
-            with engine_on(generation, environment, self.template) as engine:
+            with engine_on(generation.generate, environment, self.template) as engine:
                 yield engine
 
     def _client(self, backend: str, environment: EnvServerSettings) -> SglangGeneration | StockVllm:

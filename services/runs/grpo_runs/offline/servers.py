@@ -12,6 +12,7 @@ from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation, RequestRefused, problems_of
 from grpo_core.tree.weights import ModeName
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.server import Home
 from grpo_runs.offline.errors import ServerUnsuitable
 from grpo_runs.offline.keys import OfflineKeys
 
@@ -116,7 +117,7 @@ class _Answer(BaseModel):
 
 
 class StockVllm(AsyncServiceClient):
-    """A `CompletionSource`. Its logprobs are placeholders: vLLM logs them before the temperature.
+    """Samples completions. Its logprobs are placeholders: vLLM logs them before the temperature.
 
     Args:
         url: for example http://127.0.0.1:30000
@@ -132,10 +133,12 @@ class StockVllm(AsyncServiceClient):
         super().__init__(_SERVICE, url, deadline_s, deadline_s, requests, api_key)
         self._model = model
 
-    def session(self) -> StockVllm:
-        return self
-
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        home: Home | None = None,  # noqa: ARG002 - there is one server
+        **sampling: Any,
+    ) -> GenerateAnswer:
         """Raises `RequestRefused`, `ServiceUnavailable`, `ProtocolViolation`."""
         body = {
             "model": self._model,

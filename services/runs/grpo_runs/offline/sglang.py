@@ -17,6 +17,7 @@ from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation, RequestRefused, problems_of
 from grpo_core.weights.versions import Announcement
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_env.inference.server import Home
 from grpo_runs.offline.errors import ServerUnsuitable
 from grpo_trainer.checks.served_weights import DEFAULT_BLOCK, Bound, ProbeLengths
 from grpo_trainer.errors import PolicyMismatch, ServedWeightsDiffer, WeightsRefused
@@ -261,7 +262,7 @@ class SglangClient(ServiceClient):
 
 
 class SglangGeneration(AsyncServiceClient):
-    """A `CompletionSource`.
+    """A source of completions.
 
     Its logprobs are those of softmax(logits / temperature), after a repetition penalty and before
     top-k and top-p. They are those of the logits themselves at temperature 0, and also if the
@@ -280,10 +281,12 @@ class SglangGeneration(AsyncServiceClient):
         hint = "start the server, or check generation.base_url"
         super().__init__(SERVICE, url, deadline_s, deadline_s, requests, api_key, hint)
 
-    def session(self) -> SglangGeneration:
-        return self
-
-    async def generate(self, prompt_token_ids: list[int], **sampling: Any) -> GenerateAnswer:
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        home: Home | None = None,  # noqa: ARG002 - there is one server
+        **sampling: Any,
+    ) -> GenerateAnswer:
         """Sample completions; the parameters have vLLM's names.
 
         Raises:

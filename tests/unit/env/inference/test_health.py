@@ -15,7 +15,7 @@ from grpo_env.inference.health import (
     NotAnInferenceServer,
     ServerStanding,
     SharedWeightsHaveOneServer,
-    Standing,
+    State,
 )
 from grpo_env.inference.places import Place
 from grpo_env.inference.waiting import wait_for_servers
@@ -91,7 +91,7 @@ FAULT = ServiceUnavailable("500")
 ANOTHER = NotAnInferenceServer("404")
 
 
-SERVING, ON_TRIAL, AWAY, GONE = Standing
+SERVING, ON_TRIAL, AWAY, GONE = State.SERVING, State.ON_TRIAL, State.AWAY, State.GONE
 UNRESPONSIVE, FAILED, RECOVERED = "server.unresponsive", "server.failed", "server.recovered"
 
 
@@ -107,11 +107,11 @@ class Watched(ServerStanding):
     def _count(self) -> None:
         self.changes += 1
 
-    def probed(self, problem: Exception | None, took_s: float = 0.0) -> Standing:
+    def probed(self, problem: Exception | None, took_s: float = 0.0) -> State:
         self.record_probe(problem, self.now - took_s)
         return self.standing
 
-    def asked(self, error: Exception | None) -> Standing:
+    def asked(self, error: Exception | None) -> State:
         if error is None:
             self.request_answered()
         else:

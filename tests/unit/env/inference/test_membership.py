@@ -15,6 +15,7 @@ from grpo_core.wire.run_api import ListedServer
 from grpo_env.inference import pool as inference_pool
 from grpo_env.inference.places import NamedServers, Place
 from grpo_env.inference.pool import InferencePool
+from grpo_env.inference.server import Home
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.inference.engine import Engine, engines
 from tests.unit.env.inference.test_pool import asked, events, held, start
@@ -96,24 +97,24 @@ async def test_an_answer_tells_a_newer_version_than_the_list() -> None:
 @pytest.mark.parametrize("state", ["starting", "joining", "behind", "failed", "a new word"])
 async def test_a_server_that_does_not_serve_gets_no_request(state: str) -> None:
     async with pool_on(2) as (pool, (one, two)):
-        session = pool.session()
+        conversation = Home()
         await listed(pool, entry(one), entry(two, state="committing"))
-        assert {await asked(pool), await asked(session)} == {one.url, two.url}
-        home, other = (one, two) if one.url == await asked(session) else (two, one)
+        assert {await asked(pool), await asked(pool, conversation)} == {one.url, two.url}
+        home, other = (one, two) if one.url == await asked(pool, conversation) else (two, one)
         await listed(pool, entry(home, state=state), entry(other))
         assert {await asked(pool) for _ in range(4)} == {other.url}
-        assert await asked(session) == other.url
+        assert await asked(pool, conversation) == other.url
 
 
 @pytest.mark.parametrize("state", ["draining", "restarting"])
 async def test_a_server_that_restarts_keeps_its_conversations_alone(state: str) -> None:
     async with pool_on(2) as (pool, (one, two)):
-        session = pool.session()
+        conversation = Home()
         await listed(pool, entry(one), entry(two))
-        home, other = (one, two) if one.url == await asked(session) else (two, one)
+        home, other = (one, two) if one.url == await asked(pool, conversation) else (two, one)
         await listed(pool, entry(home, state=state), entry(other, step=1))
         assert {await asked(pool) for _ in range(4)} == {other.url}
-        assert await asked(session) == home.url
+        assert await asked(pool, conversation) == home.url
         await listed(pool, entry(home, state=state), entry(other, state=state))
         assert {await asked(pool) for _ in range(2)} == {one.url, two.url}
 
@@ -121,11 +122,11 @@ async def test_a_server_that_restarts_keeps_its_conversations_alone(state: str) 
 async def test_requests_of_a_server_that_leaves_the_list_are_repeated_elsewhere() -> None:
     with capture_logs() as logs:
         async with pool_on(2) as (pool, (one, two)):
-            session = pool.session()
+            conversation = Home()
             await listed(pool, entry(one, step=1), entry(two))
-            assert await asked(session) == two.url
+            assert await asked(pool, conversation) == two.url
             two.open.clear()
-            work = [start(session), start(pool)]
+            work = [start(pool, conversation), start(pool)]
             await held(two, 1 + 2)
             await listed(pool, entry(one, step=1))
             assert await asyncio.gather(*work) == [one.url] * 2
@@ -186,12 +187,12 @@ async def test_a_pool_lasts_while_its_first_server_is_gone() -> None:
 
 async def test_a_part_of_the_pool_answers_alone_until_it_is_gone() -> None:
     async with pool_on(3, named=3) as (pool, (one, two, three)):
-        part = pool.part(frozenset({Place(one.url), Place(two.url)}))
-        assert {await asked(part) for _ in range(6)} == {one.url, two.url}
+        part = frozenset({Place(one.url), Place(two.url)})
+        assert {await asked(pool, only=part) for _ in range(6)} == {one.url, two.url}
         await one.vanish()
         await two.vanish()
-        assert await asked(part) == three.url
-        assert await asked(pool.part(frozenset())) == three.url
+        assert await asked(pool, only=part) == three.url
+        assert await asked(pool, only=frozenset()) == three.url
 
 
 async def test_each_address_of_a_name_is_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from grpo_core.clients.service import CONNECT_S
 from grpo_core.errors import RequestRefused, ServiceUnavailable
 from grpo_env.inference import health, server
 from grpo_env.inference.health import SharedWeightsHaveOneServer
-from grpo_env.inference.pool import Conversation, InferencePool, PoolPart
-from grpo_env.inference.server import NoGenerateRoute
+from grpo_env.inference.pool import InferencePool
+from grpo_env.inference.server import Home, NoGenerateRoute
 from tests.support.canned import PROMPT, generate_answer
 from tests.support.wait import DEADLINE_S, wait_for_async
 from tests.unit.env.inference.engine import Engine, engines
@@ -35,13 +35,13 @@ async def pool_of(
         yield pool, servers
 
 
-async def asked(source: InferencePool | Conversation | PoolPart, **sampling: Any) -> str:
+async def asked(pool: InferencePool, home: Home | None = None, **sampling: Any) -> str:
     """The URL of the server that answered."""
-    return (await source.generate(PROMPT, **sampling)).text[0]
+    return (await pool.generate(PROMPT, home, **sampling)).text[0]
 
 
-def start(source: InferencePool | Conversation, **sampling: Any) -> asyncio.Task[str]:
-    return asyncio.create_task(asked(source, **sampling))
+def start(pool: InferencePool, home: Home | None = None, **sampling: Any) -> asyncio.Task[str]:
+    return asyncio.create_task(asked(pool, home, **sampling))
 
 
 async def held(engine: Engine, requests: int) -> None:
@@ -235,27 +235,27 @@ async def test_a_server_that_a_trainer_writes_in_place_is_refused_when_it_appear
 
 async def test_a_conversation_stays_on_the_server_of_its_first_answer() -> None:
     async with pool_of(2) as (pool, (one, two)):
-        first, second = pool.session(), pool.session()
-        homes = [await asked(first), await asked(second)]
+        first, second = Home(), Home()
+        homes = [await asked(pool, first), await asked(pool, second)]
         assert set(homes) == {one.url, two.url}
 
         busy = {one.url: two, two.url: one}[homes[1]]  # the first one's server
         busy.open.clear()
-        work = [start(first, n=8), start(first)]
+        work = [start(pool, first, n=8), start(pool, first)]
         await held(busy, 1 + 2)
         busy.open.set()
         assert await asyncio.gather(*work) == [homes[0]] * 2
-        assert [await asked(session) for session in (first, second)] == homes
+        assert [await asked(pool, home) for home in (first, second)] == homes
 
 
 async def test_a_conversation_waits_while_its_server_restarts() -> None:
     with capture_logs() as logs:
         async with pool_of(2) as (pool, (one, two)):
-            session = pool.session()
-            assert await asked(session) == one.url
+            home = Home()
+            assert await asked(pool, home) == one.url
             one.health = 503
             await wait_for_async(lambda: "server.unresponsive" in events(logs, one.url))
-            turn = start(session)
+            turn = start(pool, home)
             assert {await asked(pool) for _ in range(4)} == {two.url}
             await one.crash()
             one.health = 200
@@ -265,12 +265,12 @@ async def test_a_conversation_waits_while_its_server_restarts() -> None:
 
 async def test_a_conversation_whose_server_is_gone_goes_on_at_another() -> None:
     async with pool_of(2) as (pool, (one, two)):
-        session = pool.session()
-        assert await asked(session) == one.url
+        home = Home()
+        assert await asked(pool, home) == one.url
         await one.vanish()
-        assert await asked(session) == two.url
+        assert await asked(pool, home) == two.url
         await one.start()
-        assert [await asked(session) for _ in range(3)] == [two.url] * 3
+        assert [await asked(pool, home) for _ in range(3)] == [two.url] * 3
 
 
 @pytest.mark.parametrize("others", [[], ["http://127.0.0.1:10"]])

@@ -46,7 +46,8 @@ async def engine_on(
         async with InferencePool([server.url + "/v1"], DEADLINE_S, 8) as pool:
             with TaskCode(deadline_s) as code:
                 grader = Grader(weights or {}, code)
-                yield RolloutEngine(pool, template or CannedTemplate(), grader, teacher), server
+                shown = template or CannedTemplate()
+                yield RolloutEngine(pool.generate, shown, grader, teacher), server
 
 
 async def sample(

@@ -85,7 +85,7 @@ async def completions(
 ) -> list[Completion]:
     replay.give(recorded)
     async with SglangGeneration(replay.url, 30.0, 4) as generation:
-        answer = await generation.session().generate(PROMPT, **sampling)
+        answer = await generation.generate(PROMPT, **sampling)
     assert answer.prompt_token_ids == PROMPT
     return answer.completions()
 
