@@ -205,7 +205,7 @@ def _recorded(
 
     async def converse(number: int) -> None:
         messages: list[Any] = [*_question(number)]
-        dialogue = RecordedDialogue(pool, template, plan, Item(task, {}, messages))
+        dialogue = RecordedDialogue(pool.generate, template, plan, Item(task, {}, messages))
         key = f"Bearer {number}"
         recording.sessions[key] = Chat(dialogue)
         for _ in range(settings.calls):

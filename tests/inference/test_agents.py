@@ -59,7 +59,8 @@ async def rolled_out(server: InferenceServer, file: Path) -> SampledGroup:
     plan = replace(PLAN, temperature=1.0, max_sequences=4, drop_equal_scores=False)
     async with InferencePool([server.url], 60.0, 8) as pool:
         with TaskCode(60.0) as code:
-            engine = RolloutEngine(pool, load_template(str(server.model)), Grader({}, code))
+            template = load_template(str(server.model))
+            engine = RolloutEngine(pool.generate, template, Grader({}, code))
             outcome = await engine.roll_out(item_of(task), plan)
     task.close()
     return outcome
