@@ -136,7 +136,9 @@ def known(http: ApiClient) -> list[int]:
     return [environment["env_id"] for environment in http.get("/environments").json()]
 
 
-def test_status_env_counts_own_and_shared_sequences(http: ApiClient) -> None:
+async def test_status_env_counts_sequences_and_lists_the_inference_servers(
+    http: ApiClient, redis_url: str
+) -> None:
     """Two environments with minimums of 4 of 16 sequences; the second has weight 3."""
     http.start(batch_size=16, starting_step=5)
     http.register_environment(min_batch_allocation=0.25)
@@ -144,7 +146,14 @@ def test_status_env_counts_own_and_shared_sequences(http: ApiClient) -> None:
     http.submit(1, 2, env_id=0)
     http.submit(4, 5, size=4, env_id=1)
     http.send_group(3, size=3, env_id=1)  # parts count when they add up to a group
-    assert http.told(0) == {
+    server = {"name": "gpu3", "url": "http://gpu3:9001", "state": ServerState.SERVING}
+    async with ServerVersionLog(redis_url, RUN_ID, "gpu3") as log:
+        await log.report(ServerStatus(**server, epoch=1, step=4))
+        wait_for(lambda: http.told(0)["servers"])
+        told = http.told(0)
+        await log.leave()
+    wait_for(lambda: http.told(0)["servers"] == [])
+    assert told == {
         "current_step": 5,
         "queue_size": (4 + (8 - 4)) // 2,  # own, and the other's beyond its minimum
         "unallocated_fraction": 0.5,
@@ -153,19 +162,5 @@ def test_status_env_counts_own_and_shared_sequences(http: ApiClient) -> None:
         "env_weight": 0.25,
         "pressure": 0.0,
         "num_steps": None,
-        "servers": [],
+        "servers": [server | {"version": [1, 4]}],
     }
-
-
-async def test_status_env_lists_the_inference_servers(http: ApiClient, redis_url: str) -> None:
-    http.start()
-    http.register_environment()
-    url = "http://gpu3:9001"
-    status = ServerStatus(name="gpu3", url=url, state=ServerState.SERVING, epoch=1, step=4)
-    async with ServerVersionLog(redis_url, RUN_ID, "gpu3") as log:
-        await log.report(status)
-        assert wait_for(lambda: http.told(0)["servers"]) == [
-            {"name": "gpu3", "url": url, "version": [1, 4], "state": "serving"}
-        ]
-        await log.leave()
-    wait_for(lambda: http.told(0)["servers"] == [])

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +18,7 @@ import redis
 from grpo_core.protocol import PROTOCOL_HEADER
 from grpo_core.redis.keys import served_weights_key
 from grpo_core.wire.run_api import RUN_UUID_HEADER
-from tests.fixtures.run_api import RUN_ID
+from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.run_api_calls import WAITING, ApiClient, group, leased
 from tests.support.wait import DEADLINE_S, wait_for
 
@@ -131,11 +133,17 @@ def trainer(http: ApiClient) -> int:
 
 
 def test_registering_again_redelivers_byte_for_byte_what_is_not_acknowledged(
-    http: ApiClient, trainer: int
+    http: ApiClient, trainer: int, redis_url: str
 ) -> None:
-    http.submit(*range(6))
+    """With the version that was served when each group arrived."""
+    http.submit(*range(5))
+    with redis.Redis.from_url(redis_url) as connection:
+        connection.hset(served_weights_key(RUN_ID), mapping={"epoch": 3, "step": 17})
+        http.submit(5)
+        connection.delete(served_weights_key(RUN_ID))
     assert leased(http.lease(trainer)) == (1, [0, 1])
     answers = [http.lease(trainer, after).content for after in range(3)]
+    assert json.loads(answers[2])["received_under"] == [None, [3, 17]]
     done = http.acknowledge(trainer, 1).json()
     assert done == {"status": "success", "acknowledged": 1, "released": 1}
     again = http.register().json()["uuid"]
@@ -170,18 +178,6 @@ def test_environments_are_told_where_the_run_ends_for_this_trainer(
     assert step_and_end() == (2, 2)
 
 
-def test_a_lease_says_under_which_version_each_group_was_received(
-    http: ApiClient, trainer: int, redis_url: str
-) -> None:
-    http.submit(1)
-    with redis.Redis.from_url(redis_url) as connection:
-        connection.hset(served_weights_key(RUN_ID), mapping={"epoch": 3, "step": 17})
-        http.submit(2)
-        connection.delete(served_weights_key(RUN_ID))
-    answer = http.lease(trainer).json()
-    assert answer["received_under"] == [None, [3, 17]]
-
-
 def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_batch(
     http: ApiClient, trainer: int
 ) -> None:
@@ -195,3 +191,25 @@ def test_a_long_poll_starts_the_run_and_ends_with_the_groups_that_complete_the_b
     answer = json.load(held.getresponse())
     assert [item["tokens"][0][0] for item in answer["batch"]] == [1, 2]
     held.close()
+
+
+@pytest.mark.parametrize("ending", ["client leaves", "server is killed"])
+def test_an_answer_that_was_cut_off_is_given_again_and_no_sooner(
+    http: ApiClient, redis_url: str, tmp_path: Path, ending: str
+) -> None:
+    http.register()
+    http.submit(0, 1, images="more than sockets hold" * 150_000)
+    http.submit(2, 3)
+    replica = start_run_api(redis_url, tmp_path)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((httpx.URL(replica.url).host, httpx.URL(replica.url).port))
+        client.sendall(b"GET /batch HTTP/1.1\r\nHost: run-api\r\n\r\n")
+        assert client.recv(4) == b"HTTP"
+        assert [http.next_batch() for _ in range(2)] == [[2, 3], None]
+        if ending == "client leaves":
+            client.close()
+        else:
+            replica.process.kill()
+        assert wait_for(lambda: http.next_batch()) == [0, 1]
+    replica.process.stop()
