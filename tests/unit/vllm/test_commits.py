@@ -33,10 +33,10 @@ class Engine:
             raise trouble
 
 
-def supervisor() -> Supervisor:
+def supervisor(versions: Any = None) -> Supervisor:
     settings: Any = load_server_settings(["--model", "some-model", "--redis-url", "none"])
     nothing: Any = None
-    return Supervisor(settings, nothing, ServedStore(), nothing)
+    return Supervisor(settings, nothing, ServedStore(), nothing, versions)
 
 
 @contextmanager
@@ -84,12 +84,12 @@ async def test_an_engine_that_ends_while_it_is_renamed_leaves_the_request_to_the
 async def test_each_change_is_reported_at_once_and_never_out_of_order() -> None:
     clock, sent = asyncio.get_running_loop().time, list[tuple[float, str, int]]()
 
-    async def send(status: ServerStatus) -> None:
-        await asyncio.sleep(0.25)
-        sent.append((clock() - began, status.state.value, status.step))
+    class Versions:
+        async def report(self, status: ServerStatus) -> None:
+            await asyncio.sleep(0.25)
+            sent.append((clock() - began, status.state.value, status.step))
 
-    server = supervisor()
-    server.report = send
+    server = supervisor(Versions())
     began = clock()
     with under_way(server._report_for_ever()):
         await asyncio.sleep(0.5)

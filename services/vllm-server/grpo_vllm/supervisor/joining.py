@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -25,8 +24,6 @@ from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 from grpo_vllm.weights.staging import NotFetched
 
 log = structlog.get_logger()
-
-FirstWeights = Callable[[], Awaitable[WeightRef]]
 
 
 class WrongModel(UnusableWeights):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 from starlette.applications import Starlette
@@ -21,7 +20,6 @@ from grpo_core.process import adopt_orphans, children
 from grpo_core.security import SameSiteOnly
 from grpo_core.temporary import temporary_directory
 from grpo_core.tree.server import ServerSettings
-from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.weights.versions import file_below
@@ -29,9 +27,9 @@ from grpo_vllm.http_server import require_api_key, serving
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
 from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory
-from grpo_vllm.supervisor.joining import FirstWeights, joined, require_like_others, servable
+from grpo_vllm.supervisor.joining import servable
 from grpo_vllm.supervisor.ownership import RunOwner
-from grpo_vllm.supervisor.supervisor import Report, Supervisor, to_nobody
+from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.fetch import Fetcher, HttpTransport
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
 from grpo_vllm.weights.socket_server import make_private_directory
@@ -69,48 +67,38 @@ async def _run(
     settings: ServerSettings, arguments: Sequence[str], sockets: Sockets, engine_module: str
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        store = ServedStore()
+        store, versions, owner = ServedStore(), None, None
         host = ForkServer(engine_module, arguments, sockets.private_path.parent)
         if (url := settings.redis) is not None:
             store = await stack.enter_async_context(
                 RedisServedStore(url, settings.run_id, settings.redis_required)
             )
-        supervisor = Supervisor(settings, sockets, store, host)
+            versions = ServerVersionLog(url, settings.run_id, settings.server_name)
+            await stack.enter_async_context(versions)
+        supervisor = Supervisor(settings, sockets, store, host, versions)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop)
         loop.add_signal_handler(signal.SIGCHLD, _reap_strangers, host)
-        app = health_app(supervisor.status, supervisor.ready, settings)
-        first: FirstWeights = _without_redis
-        report: Report = to_nobody
-        beside: list[Callable[[], Awaitable[None]]] = []
-        if url is not None:
+        if url is not None and versions is not None:
             owner = RunOwner(url, settings.run_id, settings.server_name, settings.share_weights)
             await (await stack.enter_async_context(owner)).claim()
-            beside.append(owner.hold)
-            versions = ServerVersionLog(url, settings.run_id, settings.server_name)
-            await stack.enter_async_context(versions)
             stack.push_async_callback(versions.leave)
-            report = versions.report
-        if settings.follows:
-            first = await _following(settings, store, versions, supervisor, stack)
+            if settings.follows:
+                await _follow(settings, versions, supervisor, stack)
         stack.push_async_callback(host.close)
+        app = health_app(supervisor.status, supervisor.ready, settings)
         await stack.enter_async_context(serving(app, sockets.health))
-        return await supervisor.run(first, report, beside)
+        return await supervisor.run(owner)
 
 
-async def _without_redis() -> WeightRef:
-    return WeightRef()
-
-
-async def _following(
+async def _follow(
     settings: ServerSettings,
-    store: ServedStore,
     versions: ServerVersionLog,
     supervisor: Supervisor,
     stack: contextlib.AsyncExitStack,
-) -> FirstWeights:
-    """Let the supervisor follow the trainer. Returns what brings its first weights."""
+) -> None:
+    """Let the supervisor follow the trainer."""
     staging = Staging(settings.staging, settings.loads_from)
     await staging.clear()
     stack.push_async_callback(staging.clear)
@@ -121,8 +109,7 @@ async def _following(
         versions, fetcher, supervisor.commits, check, max_staleness, supervisor.report_now
     )
     stack.push_async_callback(follower.close)
-    supervisor.follow(follower, fetcher, functools.partial(require_like_others, settings, versions))
-    return functools.partial(joined, settings, store, versions, follower)
+    supervisor.follow(follower, fetcher)
 
 
 def _reap_strangers(host: ForkServer) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.servers import ABSENT_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
+from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.http_server import serving
 from grpo_vllm.supervisor.commits import Commit, CommitQueue, CommitRefused
@@ -35,7 +36,8 @@ from grpo_vllm.supervisor.engine import (
 )
 from grpo_vllm.supervisor.follower import Follower, Progress
 from grpo_vllm.supervisor.host import Sockets
-from grpo_vllm.supervisor.joining import FirstWeights
+from grpo_vllm.supervisor.joining import joined, require_like_others
+from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.restart_policy import RestartPolicy
 from grpo_vllm.weights.fetch import Fetcher
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
@@ -48,14 +50,6 @@ RENAME_AGAIN_S = 1.0
 EXIT_FAILED = 1
 UNCHECKED = "this server is not yet known to fit the run"
 
-Fits = Callable[[str], Awaitable[None]]
-"""Takes the data type of the first engine. Raises an error if it is not that of the run."""
-Report = Callable[[ServerStatus], Awaitable[None]]
-
-
-async def to_nobody(_status: ServerStatus) -> None:
-    """The report of a server without Redis."""
-
 
 class Supervisor:
     """Needs a running event loop.
@@ -63,19 +57,25 @@ class Supervisor:
     Args:
         store: records the served weights, except in `shared_vllm`, where the engine records them
         host: starts engines
+        versions: takes the status; None without Redis
     """
 
     def __init__(
-        self, settings: ServerSettings, sockets: Sockets, store: ServedStore, host: ForkServer
+        self,
+        settings: ServerSettings,
+        sockets: Sockets,
+        store: ServedStore,
+        host: ForkServer,
+        versions: ServerVersionLog | None = None,
     ) -> None:
         self._settings = settings
         self._sockets = sockets
         self._store = store
+        self._versions = versions
         self._slot = EngineSlot(settings, sockets, host)
         self.commits = CommitQueue()
         self._follower: Follower | None = None
         self._fetcher: Fetcher | None = None
-        self._fits: Fits | None = None
         self._policy = RestartPolicy(settings.restart_limit)
         self._phase = ServerState.STARTING
         self._reason = ""
@@ -85,14 +85,13 @@ class Supervisor:
         self._lost: PolicyVersion | None = None
         self._answered_at = 0.0
         self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.report: Report = to_nobody
         self._reporting = asyncio.Lock()
         self._news = asyncio.Event()
         """Set at each change that others should know of."""
 
-    def follow(self, follower: Follower, fetcher: Fetcher, fits: Fits) -> None:
+    def follow(self, follower: Follower, fetcher: Fetcher) -> None:
         """Commit what the follower brings. Call this before `run`."""
-        self._follower, self._fetcher, self._fits = follower, fetcher, fits
+        self._follower, self._fetcher = follower, fetcher
 
     def stop(self) -> None:
         """End the engine, so that `run` returns."""
@@ -145,27 +144,13 @@ class Supervisor:
     def _behind(self) -> str:
         return self._follower.behind if self._follower else ""
 
-    async def run(
-        self,
-        first: FirstWeights,
-        report: Report,
-        others: Iterable[Callable[[], Awaitable[None]]] = (),
-    ) -> int:
-        """`serve`, and report.
-
-        Args:
-            first: brings the weights of the first engine; its errors end the server
-            report: takes the status every second, and whenever it changes
-            others: run beside; an error of one ends the server
-        """
-        self.report = report
+    async def run(self, owner: RunOwner | None = None) -> int:
+        """`serve`, report, and keep the claim of the owner, whose error ends the server."""
         await self._slot.measure_memory()
-        beside: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(each())
-            for each in (self._report_for_ever, self._look_for_ever, *others)
-        ]
+        work = [self._report_for_ever(), self._look_for_ever(), *([owner.hold()] if owner else [])]
+        beside: list[asyncio.Future[None]] = [asyncio.ensure_future(each) for each in work]
         try:
-            return await self.serve(first, beside)
+            return await self.serve(beside)
         finally:
             if self._slot.engine is not None:
                 await self._slot.end()
@@ -173,11 +158,11 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
 
-    async def serve(self, first: FirstWeights, beside: list[asyncio.Future[None]]) -> int:
+    async def serve(self, beside: list[asyncio.Future[None]]) -> int:
         """Start an engine, let it serve, and end it for new weights or after a crash; then the next
         one, until `stop`. Returns the exit status: 0, or that of a first engine that failed to
         start. Raises the error of a task in `beside` that ended."""
-        if not await self._join(first, beside):
+        if not await self._join(beside):
             return 0
         commit: Commit | None = None
         is_first = True
@@ -193,9 +178,9 @@ class Supervisor:
                     return code if code > 0 else EXIT_FAILED
                 commit = await self._after_failed_start(commit, code, crashed)
                 continue
-            if is_first and self._fits is not None:
+            if is_first and self._versions is not None and self._follower is not None:
                 await self._slot.look(behind=UNCHECKED, hold=True)
-                await self._fits(self._slot.dtype)
+                await require_like_others(self._settings, self._versions, self._slot.dtype)
             is_first = False
             self._slot.channel.release_parked()
             await self._begin_serving(follows=commit is None)
@@ -211,10 +196,10 @@ class Supervisor:
         self._slot.channel.release_parked()
         return 0
 
-    async def _join(self, first: FirstWeights, beside: list[asyncio.Future[None]]) -> bool:
+    async def _join(self, beside: list[asyncio.Future[None]]) -> bool:
         """Get the weights of the first engine. False if told to stop."""
         self._enter(ServerState.JOINING)
-        joining = asyncio.ensure_future(first())
+        joining = asyncio.ensure_future(self._first_weights())
         try:
             await first_of(joining, self._stop, *beside)
             _raise_errors(beside)
@@ -228,6 +213,11 @@ class Supervisor:
         if self._follower is not None:
             beside.append(asyncio.create_task(self._follower.follow()))
         return True
+
+    async def _first_weights(self) -> WeightRef:
+        if self._versions is None or self._follower is None:
+            return WeightRef()
+        return await joined(self._settings, self._store, self._versions, self._follower)
 
     async def _has_started(self, engine: Engine) -> bool:
         """False if it ended, did not start in time, or at a stop."""
@@ -429,7 +419,8 @@ class Supervisor:
         older one follows."""
         async with self._reporting:
             self._news.clear()
-            await self.report(self.status())
+            if self._versions is not None:
+                await self._versions.report(self.status())
 
     async def _report_for_ever(self) -> None:
         """Each second, and at once after a change."""
