@@ -45,7 +45,7 @@ def _settings(name: str) -> type[CommandSettings]:
 
 def _below(base: type[CommandSettings]) -> Iterator[type[CommandSettings]]:
     for kind in base.__subclasses__():
-        if hasattr(kind, "command"):
+        if "command" in vars(kind):
             yield kind
         yield from _below(kind)
 
@@ -56,7 +56,7 @@ def _parts(settings: type[CommandSettings]) -> Iterator[str]:
     if command.examples:
         yield "\n".join(["```bash", *command.examples, "```"])
     first, *others = settings.__bases__
-    if not others and isinstance(parent := getattr(first, "command", None), Command):
+    if not others and isinstance(parent := vars(first).get("command"), Command):
         yield f"All options are those of [`{parent.prog}`]({parent.prog}.md)."
         return
     options = options_of(settings)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
@@ -23,15 +22,13 @@ from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
-
-if TYPE_CHECKING:
-    from grpo_runs.settings.run import RunSettings
+from grpo_runs.settings.run_options import RunOptions
 
 LOOK_EVERY_S = 5.0
 
 
 def notifier_of(
-    settings: RunSettings, warn: Callable[[str], None], redis_password: str | None = None
+    settings: RunOptions, warn: Callable[[str], None], redis_password: str | None = None
 ) -> Notifier:
     held = [plain(value) for name, value in settings if _is_secret(name, value)]
     secrets = secrets_of(os.environ, *held, redis_password)
@@ -47,7 +44,7 @@ def _is_secret(option: str, value: object) -> bool:
 class RunNotices:
     """Of a run whose services are all started here."""
 
-    def __init__(self, settings: RunSettings, run: RunDirectory, screen: Screen) -> None:
+    def __init__(self, settings: RunOptions, run: RunDirectory, screen: Screen) -> None:
         self._settings = settings
         self._run = run
         shown = partial(warn, screen, run.logs, "NotificationFailed")

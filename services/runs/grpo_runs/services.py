@@ -43,7 +43,7 @@ from grpo_runs.process.stack import Service, Stack, start_on_screen
 from grpo_runs.run_directory import MODEL_JOB, RUNS, RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.settings.run import RunSettings
-from grpo_runs.views import (
+from grpo_runs.settings.views import (
     HOST,
     Places,
     environment_values,
@@ -96,19 +96,19 @@ class ServiceFactory:
             deadline_s=REDIS_DEADLINE_S,
         )
 
-    def services(self, places: Places, api_port: int) -> list[Service]:
+    def services(self, places: Places) -> list[Service]:
         """All but Redis."""
         tasks = self.settings.task
         return [
-            self.run_api(places, api_port),
+            self.run_api(places),
             *(self.vllm_server(places, number) for number in range(self.settings.servers)),
             *([self.teacher(places)] if self.settings.starts_teacher else []),
-            self.trainer(places, api_port),
-            *(self.environment(task, places, api_port) for task in tasks),
+            self.trainer(places),
+            *(self.environment(task, places) for task in tasks),
         ]
 
-    def run_api(self, places: Places, port: int) -> Service:
-        values = run_api_values(self.settings, places, port)
+    def run_api(self, places: Places) -> Service:
+        values = run_api_values(self.settings, places)
         return Service(
             name="run-api",
             role="queues scored groups and hands out batches",
@@ -116,7 +116,7 @@ class ServiceFactory:
                 "grpo_api",
                 *words_of(RUN_API, {"redis_disk_bytes": disk_bytes(self.run.redis)} | values),
             ),
-            healthy=lambda: self.probe.answers(url(port)),
+            healthy=lambda: self.probe.answers(places.run_api_url),
             deadline_s=self.settings.sizes.start_deadline_s,
             deadline_option="--start-deadline-s",
             environment=child_environment(threads=1)
@@ -157,14 +157,14 @@ class ServiceFactory:
             | token_variables(settings),
         )
 
-    def trainer(self, places: Places, api_port: int) -> Service:
+    def trainer(self, places: Places) -> Service:
         settings = self.settings
         values = trainer_values(settings, places)
         return Service(
             name="trainer",
             role=TRAINS,
             command=module(MODULES[TRAINER], *words_of(TRAINER, values)),
-            healthy=lambda: self.probe.trainer_is_registered(url(api_port)),
+            healthy=lambda: self.probe.trainer_is_registered(places.run_api_url),
             deadline_s=settings.sizes.start_deadline_s,
             deadline_option="--start-deadline-s",
             environment=child_environment(settings.compute_threads, places.model)
@@ -174,10 +174,12 @@ class ServiceFactory:
             | token_variables(settings),
             may_finish=True,
             # In some modes grpo starts a server itself if nothing listens yet.
-            may_start=lambda: _accept_connections(api_port, *places.server_ports),
+            may_start=lambda: _accept_connections(
+                places.run_api_url, *map(url, places.server_ports)
+            ),
         )
 
-    def environment(self, task: str, places: Places, api_port: int) -> Service:
+    def environment(self, task: str, places: Places) -> Service:
         settings, name = self.settings, name_of_task(task)
         values = environment_values(settings, places, task)
         is_offline = not self._data_is_on_the_hub(task)
@@ -185,7 +187,7 @@ class ServiceFactory:
             name=self.environment_name(task),
             role=f"asks for completions of {name} and grades them",
             command=module(MODULES[ENVIRONMENT], task, "serve", *words_of(ENVIRONMENT, values)),
-            healthy=lambda: self.probe.has_environment(url(api_port), name),
+            healthy=lambda: self.probe.has_environment(places.run_api_url, name),
             deadline_s=settings.sizes.start_deadline_s,
             deadline_option="--start-deadline-s",
             environment=child_environment(1, places.model, offline=is_offline)
@@ -193,7 +195,7 @@ class ServiceFactory:
             | token_variables(settings)
             | _teacher_key(values.get("teacher_api_key")),
             may_finish=True,  # after the last batch
-            may_start=lambda: _accept_connections(api_port),
+            may_start=lambda: _accept_connections(places.run_api_url),
         )
 
     def environment_name(self, task: str) -> str:
@@ -301,19 +303,14 @@ def problem_of_tasks(settings: RunSettings) -> str | None:
 
 
 def _not_started(settings: RunSettings) -> list[Service]:
-    run = RunDirectory(settings.resumed or settings.run_dir or RUNS / "new")
-    api_port = free_port()
     with HealthProbe() as probe:
         if not settings.starts_all:
-            places = Places.of_pair(settings, settings.model, Path("weights.sock"))
+            places = Places.of(settings, settings.model)
             return [*servers_of(settings, places, probe), trainer_of(settings, places)]
+        run = RunDirectory(settings.resumed or settings.run_dir or RUNS / "new")
         redis = redis_url(free_port())
-        ports = [free_port() for _ in range(settings.servers)]
-        teacher_port = free_port() if settings.starts_teacher else 0
-        places = Places.of_run(
-            run, settings.model, api_port, ports, redis, Path("weights.sock"), teacher_port
-        )
-        return ServiceFactory(settings, run, probe).services(places, api_port)
+        places = Places.of(settings, settings.model, Path("weights.sock"), run, redis, free_port)
+        return ServiceFactory(settings, run, probe).services(places)
 
 
 def _shown(service: Service) -> str:
@@ -367,8 +364,8 @@ def _keys(settings: RunSettings, name: str) -> dict[str, str]:
     return ({"RUN_API_TOKEN": token} if token else {}) | ({"VLLM_API_KEY": key} if key else {})
 
 
-def _accept_connections(*ports: int) -> bool:
-    return not any(does_not_answer(url(port)) for port in ports)
+def _accept_connections(*urls: str) -> bool:
+    return not any(map(does_not_answer, urls))
 
 
 def redis_url(port: int) -> str:

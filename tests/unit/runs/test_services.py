@@ -26,7 +26,7 @@ from grpo_runs.process.stack import Service, Stack, StopRequest
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.services import MODULES, ServiceFactory, command_lines
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
-from grpo_runs.views import Places
+from grpo_runs.settings.views import Places
 from tests.unit.runs.stand_ins import Shown
 
 REDIS_URL = "redis://:a-secret@127.0.0.1:2/0"
@@ -45,26 +45,27 @@ def load(*words: str) -> RunSettings:
 
 
 def places(api_port: int = 1, *server_ports: int) -> Places:
-    run, socket = RunDirectory(Path()), Path("weights.sock")
-    return Places.of_run(run, "m", api_port, server_ports or [3], REDIS_URL, socket)
+    known = Places.of(load(), "m", run=RunDirectory(Path()), redis_url=REDIS_URL)
+    run_api_url = f"http://127.0.0.1:{api_port}"
+    return replace(known, run_api_url=run_api_url, server_ports=server_ports or [3])
 
 
 def test_trainer_and_environment_start_once_they_can_connect(factory_of: FactoryOf) -> None:
     with socket.create_server(("127.0.0.1", 0)) as run_api:
         factory, api_port = factory_of(load("--mode", "none")), run_api.getsockname()[1]
         server_port = free_port()
-        trainer = factory.trainer(places(api_port, server_port), api_port)
+        trainer = factory.trainer(places(api_port, server_port))
         assert not trainer.may_start()
-        assert factory.environment("arithmetic", places(), api_port).may_start()
+        assert factory.environment("arithmetic", places(api_port)).may_start()
         with socket.create_server(("127.0.0.1", server_port)):
             assert trainer.may_start()
-    assert not factory.environment("arithmetic", places(), api_port).may_start()
+    assert not factory.environment("arithmetic", places(api_port)).may_start()
 
 
 def test_each_process_serves_its_metrics_on_a_port_of_its_own(factory_of: FactoryOf) -> None:
     tasks = ("arithmetic", "my.py:reward")
     factory = factory_of(load("--task", ",".join(tasks), "--metrics-port", "9100"))
-    found = factory.trainer(places(), 1), *(factory.environment(t, places(), 1) for t in tasks)
+    found = factory.trainer(places()), *(factory.environment(t, places()) for t in tasks)
     ports = [s.command[s.command.index("--metrics-port") + 1] for s in found]
     assert ports == ["9100", "9101", "9102"]
 
@@ -72,10 +73,10 @@ def test_each_process_serves_its_metrics_on_a_port_of_its_own(factory_of: Factor
 def test_each_environment_with_a_curriculum_keeps_it_in_the_run(factory_of: FactoryOf) -> None:
     tasks = ("arithmetic", "my.py:reward")
     factory = factory_of(load("--task", ",".join(tasks), "--curriculum", "learnable"))
-    found = [[*factory.environment(task, places(), 1).command] for task in tasks]
+    found = [[*factory.environment(task, places()).command] for task in tasks]
     kept = [value_of("--curriculum-dir", line) for line in found]
     assert kept == ["curriculum/arithmetic", "curriculum/my"]
-    plain = factory_of(load("--curriculum", "uniform")).environment("arithmetic", places(), 1)
+    plain = factory_of(load("--curriculum", "uniform")).environment("arithmetic", places())
     assert "--curriculum-dir" not in plain.command
 
 
@@ -83,7 +84,7 @@ def test_each_environment_with_a_curriculum_keeps_it_in_the_run(factory_of: Fact
 def test_an_environment_of_a_resumed_run_knows_its_last_step(
     factory_of: FactoryOf, words: list[str], given: bool
 ) -> None:
-    environment = factory_of(load(*words)).environment("arithmetic", places(), 1)
+    environment = factory_of(load(*words)).environment("arithmetic", places())
     assert ("--steps" in environment.command) is given
 
 
@@ -101,13 +102,13 @@ def test_each_task_has_its_own_longest_completion(
 ) -> None:
     settings = load(*words)
     for task, limit in limits.items():
-        command = [*factory_of(settings).environment(task, places(), 1).command]
+        command = [*factory_of(settings).environment(task, places()).command]
         assert value_of("--max-completion-tokens", command) == limit
 
 
 def test_one_token_reaches_every_service_and_no_command_line(factory_of: FactoryOf) -> None:
     settings = load("--run-api-token", "a-secret")
-    clients = factory_of(settings).services(places(), 1)
+    clients = factory_of(settings).services(places())
     for variable in ("RUN_API_TOKEN", "VLLM_API_KEY"):
         assert [service.environment[variable] for service in clients] == ["a-secret"] * 4
     assert not [word for service in clients for word in service.command if "secret" in word]
@@ -211,7 +212,7 @@ def test_several_servers_have_names_ports_and_their_share_of_the_threads(
     factory_of: FactoryOf,
 ) -> None:
     settings = load("--mode", "none", "--servers", "3", "--compute-threads", "7")
-    found = factory_of(settings).services(places(1, 11, 12, 13), 1)
+    found = factory_of(settings).services(places(1, 11, 12, 13))
     servers = [service for service in found if service.name.startswith("server-")]
     lines = [[*server.command] for server in servers]
     assert [server.name for server in servers] == ["server-0", "server-1", "server-2"]
@@ -285,7 +286,7 @@ def test_each_mode_tells_server_and_trainer_what_it_needs_and_no_secret(
     factory_of: FactoryOf, mode: str, server: set[str], trainer: set[str]
 ) -> None:
     factory = factory_of(load("--mode", mode))
-    pair = (factory.vllm_server(places()), factory.trainer(places(), 1))
+    pair = (factory.vllm_server(places()), factory.trainer(places()))
     for service, expected in zip(pair, (server | {"--run-id"}, trainer), strict=True):
         assert IN_EVERY_MODE.intersection(service.command) == expected
         assert service.environment["REDIS_URL"] == REDIS_URL
@@ -297,7 +298,7 @@ def test_rank_cadence_and_directory_are_the_same_on_both_sides(factory_of: Facto
     factory = factory_of(load(*words.split(), "--lora-target-modules", "q_proj", "v_proj"))
     server, trainer = (
         [*factory.vllm_server(places()).command],
-        [*factory.trainer(places(), 1).command],
+        [*factory.trainer(places()).command],
     )
     assert value_of("--max-lora-rank", server) == "32"
     assert value_of("--lora-r", trainer) == "20"
@@ -322,7 +323,7 @@ def test_a_file_of_sections_reaches_the_services_that_read_them(
     (tmp_path / "run.yaml").write_text(FILE)
     settings = load_settings(RunSettings, ["--config", "run.yaml", "--optim.lr", "2e-3"], {})
     run_api, server, trainer, env = (
-        [*service.command] for service in factory_of(settings).services(places(), 1)
+        [*service.command] for service in factory_of(settings).services(places())
     )
     assert value_of("--max-queued-groups", run_api) == "50"
     assert server[-2:] == ["--block-size=32", "--enable-prefix-caching"]
@@ -420,7 +421,7 @@ def test_a_named_teacher_gets_a_server_of_its_own_that_the_environment_asks(
         *("--objective", "distill", "--teacher.model", named, "--run-api-token", "a-secret")
     )
     here = replace(places(), teacher_port=7)
-    started = {service.name: service for service in factory_of(settings).services(here, 1)}
+    started = {service.name: service for service in factory_of(settings).services(here)}
     teacher, environment = (started[name] for name in ("teacher", "environment"))
     assert value_of("--model", [*teacher.command]) == model
     assert value_of("--port", [*teacher.command]) == "7"
@@ -431,5 +432,5 @@ def test_a_named_teacher_gets_a_server_of_its_own_that_the_environment_asks(
     elsewhere = load(
         *("--distill-coef", "1", "--teacher-model", named, "--teacher.url", "http://host:1")
     )
-    names = [service.name for service in factory_of(elsewhere).services(places(), 1)]
+    names = [service.name for service in factory_of(elsewhere).services(places())]
     assert names == ["run-api", "vllm-server", "trainer", "environment"]

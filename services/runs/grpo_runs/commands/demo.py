@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import webbrowser
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -58,8 +59,7 @@ from grpo_runs.services import (
     weights_socket_path,
 )
 from grpo_runs.settings.run import RunSettings
-from grpo_runs.views import Places
-from grpo_runs.watch.beside import page_beside
+from grpo_runs.settings.views import HOST, Places
 from grpo_runs.watch.logs import ServiceLogs
 from grpo_runs.watch.news import ServiceNews
 
@@ -118,6 +118,28 @@ def run_demo(settings: RunSettings, screen: Screen) -> int:
         if status:
             screen.advice(_after_a_failure(run, news.logs))
         return status
+
+
+@contextlib.contextmanager
+def page_beside(settings: RunSettings, run: RunDirectory, screen: Screen) -> Iterator[None]:
+    """Serve the live page while the context is open: with --watch, and by default where somebody
+    sits at a terminal. A browser shows it if one is at hand.
+
+    Raises:
+        PageNotServed: nothing can listen on a port of this machine.
+    """
+    wanted = sys.stdout.isatty() if settings.watch is None else settings.watch
+    if not wanted:
+        yield
+        return
+    from grpo_runs.watch.serve import PageServer, has_browser, live_runs
+
+    page = PageServer(live_runs([run.path], plain(settings.run_api_token)), HOST, port=0)
+    with page.in_a_thread():
+        screen.line(f"watch this run at {page.url}")
+        if has_browser():
+            webbrowser.open(page.url)
+        yield
 
 
 def command_typed() -> str:
@@ -239,18 +261,16 @@ def start_services(
         StopRequested: a stop signal arrived.
     """
     settings, run = factory.settings, factory.run
-    redis_port, api_port = free_port(), free_port()
-    server_ports = [free_port() for _ in range(settings.servers)]
+    redis_port = free_port()
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     path_file, jobs = run.path / MODEL_PATH_FILE, []
     if settings.model in MADE_HERE:
         jobs = [model_job(settings.model, path_file, 2 * settings.compute_threads)]
     start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
     model = path_file.read_text().strip() if jobs else settings.model
-    teacher_port = free_port() if settings.starts_teacher else 0
-    places = Places.of_run(run, model, api_port, server_ports, url, weights_socket, teacher_port)
+    places = Places.of(settings, model, weights_socket, run, url, free_port)
     make_weights_directory(settings, places)
-    start_on_screen(stack, factory.services(places, api_port), screen)
+    start_on_screen(stack, factory.services(places), screen)
     return places
 
 

@@ -27,7 +27,7 @@ from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module, words_of
 from grpo_runs.settings.evaluate import EvalSettings
-from grpo_runs.views import HOST, MAX_NUM_SEQS, url
+from grpo_runs.settings.views import HOST, MAX_NUM_SEQS, url
 from grpo_runs.watch.news import ServiceNews
 
 ADAPTER_DEADLINE_S = 300.0

@@ -33,7 +33,7 @@ from grpo_runs.services import (
     weights_socket_path,
 )
 from grpo_runs.settings.run import RunSettings
-from grpo_runs.views import Places
+from grpo_runs.settings.views import Places
 from grpo_runs.watch.news import ServiceNews
 
 SIGNALLED = 128
@@ -75,7 +75,7 @@ def start_together(settings: RunSettings, screen: Screen) -> int:
             model = settings.model
             if model in MADE_HERE:
                 model = make_model(stack, screen, model)
-            places = Places.of_pair(settings, model, weights_socket_path(temporary))
+            places = Places.of(settings, model, weights_socket_path(temporary))
             make_weights_directory(settings, places)
             if settings.may_start_redis:
                 resources.enter_context(LocalRedis(local_redis_directory()))

@@ -37,7 +37,7 @@ from grpo_runs.models import (
     without_adapter,
 )
 from grpo_runs.run_directory import RunDirectory, options_in
-from grpo_runs.settings.run import ServerHere, each_once
+from grpo_runs.settings.run_options import ServerHere, each_once
 
 _PASSED_ON = "server_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default

@@ -1,42 +1,24 @@
-"""Options of `grpo-run` and `grpo-demo`: the tree of all services' options, and those of starting
-them."""
+"""`grpo-run` and `grpo-demo`: their commands, and checks of the options of a run."""
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator
-
-from grpo_core.cpu import CPU
-from grpo_core.listening import in_url
 from grpo_core.redis.keys import is_run_id
-from grpo_core.security import plain, usable_token
-from grpo_core.settings import (
-    Command,
-    CommandSettings,
-    CommaSeparated,
-    Given,
-    Mistake,
-    Shown,
-    mistakes_of,
-)
+from grpo_core.security import plain
+from grpo_core.settings import Command, Mistake, mistakes_of
 from grpo_core.settings.machine import (
     MADE_HERE,
-    TINY,
+    TO_BE_MADE,
     cannot_listen,
     not_writable,
     unusable_model,
 )
-from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.environment_values import AGENT
 from grpo_core.tree.objectives import resolved
-from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.sections import (
     ENVIRONMENT,
     LEFT_OUT,
@@ -47,67 +29,26 @@ from grpo_core.tree.sections import (
     VIEWS,
     service_of,
 )
-from grpo_core.tree.server import ServerSettings
-from grpo_core.tree.trainer_command import CommandLine
-from grpo_core.tree.weights import ModeName
-from grpo_runs.defaults import BY_TASK, SIZE_NAMES, RunSizes, name_of_task, sizes_for
-from grpo_runs.models import A_MODEL
-from grpo_runs.modes import MODES, Mode
+from grpo_runs.defaults import BY_TASK, name_of_task
 from grpo_runs.notify import unusable_target
 from grpo_runs.run_directory import RUNS, RunDirectory, unusable
-from grpo_runs.settings.tables import (
+from grpo_runs.settings.run_options import (
     ALIASES,
     API_KEYS,
     DEFAULTS,
     GROUPS,
     NEEDS_TASK,
     OF_ONE_SERVER,
-    OF_PAIR,
     OF_SERVICES,
-    OWN,
-    OWN_MEANING,
     SETS_ITSELF,
+    RunOptions,
 )
-from grpo_runs.views import Places, environment_values, server_values, trainer_values
+from grpo_runs.settings.views import Places, environment_values, server_values, trainer_values
 
 DEMO_FILE = Path(__file__).with_name("demo.yaml")
-GPU_CONTROL = Path("/dev/nvidiactl")
-"""Exists if the NVIDIA driver is loaded."""
-LOOPBACK = "127.0.0.1"
-EVERY_ADDRESS = ("0.0.0.0", "::")
 _HIDDEN = re.compile(r"^ *# (?:server: )?([\w.-]+)(?:: --([\w.-]+)|:)? \*\*\*$", re.MULTILINE)
 """A line of config.yaml for an option with a secret; the second name is an option of vLLM."""
 _OWN_SECRETS = ("run-api-token", "vllm-api-key", "api-key")
-
-
-def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(values))
-
-
-def half_the_cores() -> int:
-    """Server and trainer compute at the same time, so each gets half."""
-    return max(1, CPU.cores // 2)
-
-
-class ServerHere(CommandSettings):
-    """Of commands that start an inference server on this machine."""
-
-    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
-        None,
-        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
-        " the server starts later but samples faster, which saves time in long runs",
-    )
-
-    device: str
-
-    @property
-    def on_gpu(self) -> bool:
-        """All services use the same device."""
-        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
-
-    @property
-    def starts_eager(self) -> bool:
-        return self.eager if self.eager is not None else not self.on_gpu
 
 
 OF_FORMER_RELEASES = frozenset(
@@ -141,7 +82,7 @@ def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, 
     )
 
 
-class RunSettings(CommandLine, EnvironmentOptions, ServerSettings, RunApiSettings, ServerHere):
+class RunSettings(RunOptions):
     """Trains a model with GRPO on this machine. With --task, or a file that names one, grpo-run
     starts Redis, run-api, the inference server, the trainer and an environment for each task as
     local processes, and shows the progress. Without it, it starts the inference server and the
@@ -164,244 +105,6 @@ class RunSettings(CommandLine, EnvironmentOptions, ServerSettings, RunApiSetting
         "grpo-run --model ./model --redis-url redis://db:6379 --mode lora_only --dry-run",
         defaults={},
     )
-
-    model: str = Field(min_length=1, description=f"Model: {A_MODEL}")
-    task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(  # type: ignore[assignment]
-        (),
-        description="Task: arithmetic (one-digit sums), gsm8k or math (both need --data), your own "
-        "reward (my.py:reward) or task (my.py:MyTask), or several of them, separated by commas. "
-        "Each task gets its own environment",
-    )
-    mode: ModeName = Field(
-        "shared_vllm",
-        description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
-        "trainer and server share one copy in memory. lora_only: the running server "
-        "loads each new adapter. lora_restart: the engine restarts with each new "
-        "adapter. none: the running server loads each new model",
-    )
-    servers: int = Field(
-        1,
-        ge=1,
-        description="Number of inference servers on this machine. Several servers share the cores "
-        "of --compute-threads. If one ends, the run goes on with the others. Several servers need "
-        "a CPU, and a mode other than shared_vllm",
-    )
-    run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
-        None, description="New or empty directory for the files of the run"
-    )
-    resume: Annotated[str | None, Shown(default="none; without --task: auto, as of grpo")] = Field(  # type: ignore[assignment]
-        None,
-        description="Resume the run in this directory, for example runs/latest. Command-line "
-        "options override the directory's config.yaml. To continue a run that has finished, "
-        "raise --steps",
-    )
-    report: bool = Field(
-        True, description="Write report.html, a page to read the rollouts of the run"
-    )
-    watch: Annotated[bool | None, Shown(default="on at a terminal, else off")] = Field(
-        None,
-        description="Serve a page that shows the run while it trains, and open it in a browser if "
-        "one is at hand; else print its address",
-    )
-    kv_cache_mib: Annotated[
-        int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
-    ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
-    step_deadline_s: Annotated[
-        float | None,
-        Shown(default="300; pretrained models: 1800; 180 more if the engine restarts"),
-    ] = Field(
-        None,
-        gt=0,
-        description="The run fails if no training step ends within this number of seconds",
-    )
-    server_deadline_s: Annotated[
-        float | None, Shown(default="600; pretrained models, and without --task: 1800")
-    ] = Field(None, gt=0, description="Seconds to wait for the inference server to start")
-    start_deadline_s: Annotated[float | None, Shown(default="300; pretrained models: 600")] = Field(  # type: ignore[assignment]
-        None,
-        gt=0,
-        description="Seconds to wait for run-api, the trainer and each environment to start",
-    )
-    stop_grace_s: float = Field(  # type: ignore[assignment]
-        120.0,
-        gt=0,
-        description="Without --task: seconds to wait for each process to stop before it is killed",
-    )
-    compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
-        default_factory=half_the_cores,
-        ge=1,
-        description="Number of CPU threads that the server computes with; several servers share "
-        "them. The trainer uses the same number",
-    )
-    run_api_token: SecretStr | None = Field(
-        None,
-        description="Access token that clients must send to run-api and to the inference server",
-    )
-    log_dir: Path = Field(
-        Path("logs"),
-        description="Without --task: directory for vllm-server.log and trainer.log",
-    )
-    server_flags: str = Field(
-        "",
-        description="More options for the inference server, in one string, for example "
-        "--server-flags='--max-num-seqs 64'",
-    )
-    on_end: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
-        None,
-        min_length=1,
-        description="Command to run when the run has completed, failed or been stopped. It gets "
-        "JSON on its standard input, and the same facts in variables such as GRPO_STATE and "
-        "GRPO_TEXT. An http(s) URL gets the JSON in a POST request",
-    )
-    on_alert: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
-        None,
-        min_length=1,
-        description="The same for each alert, for example if no training step ends for 15 minutes",
-    )
-    server_options: tuple[str, ...] = ()
-    """Options of vLLM."""
-
-    _usable_token = field_validator("run_api_token")(usable_token)
-
-    @field_validator("task")
-    @classmethod
-    def _is_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value:
-            raise ValueError("expected at least one value")
-        return value
-
-    @field_validator("server_flags")
-    @classmethod
-    def _shell_words(cls, value: str) -> str:
-        try:
-            shlex.split(value)
-        except ValueError as error:
-            raise ValueError(
-                f"cannot split the value into words as a shell does ({error}); check its quotes"
-            ) from None
-        return value
-
-    @classmethod
-    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
-        return content
-
-    @classmethod
-    def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
-        if "task" in given:  # variables such as REDIS_URL are about another run
-            for name in (*SETS_ITSELF, *API_KEYS):
-                if name in given and given[name].name in environment:
-                    del given[name]
-        mode = given.setdefault("mode", Given("shared_vllm", "--mode"))
-        if str(mode.value) in MODES:
-            yield from CommandLine.drop_unused(given, environment)
-
-    @property
-    def starts_all(self) -> bool:
-        """Whether all services are started here, and not only server and trainer."""
-        return bool(self.task)
-
-    @property
-    def starts_teacher(self) -> bool:
-        """Whether the run starts the server of its teacher."""
-        return self.starts_all and self.teacher_model is not None and self.teacher_url is None
-
-    @property
-    def resumed(self) -> Path | None:
-        """The directory of the run that goes on; None for a new one."""
-        return Path(self.resume) if self.starts_all and self.resume else None
-
-    @property
-    def weight_mode(self) -> Mode:
-        mode = MODES[self.mode]
-        restarts = mode.restarts_engine or (self.mode == "none" and self.publish == "restart")
-        return replace(mode, restarts_engine=restarts)
-
-    @property
-    def weights_dtype(self) -> str:
-        if self.dtype != "auto":
-            return self.dtype
-        return "bfloat16" if self.on_gpu else "float32"
-
-    @property
-    def evaluates_every(self) -> int:
-        """Steps between evaluations; 0: none. By default before and after the run."""
-        return self.eval_every if "eval_every" in self.model_fields_set else self.sizes.steps
-
-    @property
-    def vllm_words(self) -> list[str]:
-        """Options of vLLM."""
-        return [*shlex.split(self.server_flags), *self.server_options]
-
-    @property
-    def may_start_redis(self) -> bool:
-        return "redis_url" not in self.model_fields_set
-
-    @property
-    def server_ports(self) -> range:
-        """Of the servers of a run whose run-api runs already."""
-        return range(self.port, self.port + self.servers)
-
-    @property
-    def server_url(self) -> str:
-        """Of the first server, for clients on this host."""
-        return self.url_of(self.port)
-
-    def url_of(self, port: int) -> str:
-        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
-        return f"http://{in_url(host)}:{port}"
-
-    @property
-    def server_threads(self) -> int:
-        return max(1, self.compute_threads // self.servers)
-
-    @cached_property
-    def sizes(self) -> RunSizes:
-        """The options whose default depends on others."""
-        return self._sizes_of(self.task)
-
-    def _sizes_of(self, tasks: Sequence[str]) -> RunSizes:
-        given = {name: getattr(self, name) for name in self.model_fields_set & {*SIZE_NAMES}}
-        return sizes_for(
-            tasks,
-            self.weight_mode,
-            is_tiny=self.model == TINY,
-            on_gpu=self.on_gpu,
-            given={name: value for name, value in given.items() if value is not None},
-        )
-
-    def completion_limit(self, task: str) -> int | None:
-        """Of one task's completions, in tokens; None for the task's own limit."""
-        return self.sizes.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
-
-    def given(self, service: str) -> dict[str, Any]:
-        """The options of this service that the user has given, by field."""
-        names = self.model_fields_set & VIEWS[service].model_fields.keys()
-        names -= {name.removeprefix(f"{service}.") for name in OWN_MEANING}
-        names -= {"world_size"} | ({"resume"} if self.starts_all else set())
-        return {name: getattr(self, name) for name in names}
-
-    def resolved(self) -> dict[str, Any]:
-        """What was given, and what follows from it. Without the directories, as this configuration
-        can be used for another run, and without --on-end and --on-alert, which may hold secrets."""
-        own = OWN | self.model_fields_set
-        own -= (OF_PAIR if self.starts_all else {*NEEDS_TASK}) - self.model_fields_set
-        values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
-        if self.starts_all:
-            values |= {name: getattr(self.sizes, name) for name in SIZE_NAMES}
-            values |= {"dtype": self.weights_dtype, "eager": self.starts_eager}
-            if not self.weight_mode.trains_adapter:
-                del values["lora_target_modules"]
-            else:
-                values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
-            if self.weight_mode.shares_memory or self.weight_mode.loads_adapters:
-                del values["vllm_restart_interval"]
-        for name in ("run_dir", "resume", "on_end", "on_alert"):
-            values.pop(name, None)
-        return {
-            name: value
-            for name, value in values.items()
-            if value not in (None, "", ()) or (value == "" and name in self.model_fields_set)
-        }
 
     def mistakes(self) -> Iterator[Mistake]:
         yield from self._mistakes_here()
@@ -574,7 +277,8 @@ class RunSettings(CommandLine, EnvironmentOptions, ServerSettings, RunApiSetting
 
     def _mistakes_of_services(self, at_start: bool) -> Iterator[Mistake]:
         """What the services would refuse, in the options that they get."""
-        places = Places.not_yet_known(self)
+        model = TO_BE_MADE if self.model in MADE_HERE else self.model
+        places = Places.of(self, model, run=RunDirectory(Path("run")) if self.starts_all else None)
         yield from self._mistakes_of_view(TRAINER, trainer_values(self, places), at_start)
         yield from self._mistakes_of_view(SERVER, server_values(self, places), False)
         for task in self.task:

@@ -28,7 +28,7 @@ from grpo_runs.process.stack import (
     StopRequested,
     start_on_screen,
 )
-from grpo_runs.views import url
+from grpo_runs.settings.views import url
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
 from tests.unit.runs.stand_ins import FOREVER_S, Shown, script
 

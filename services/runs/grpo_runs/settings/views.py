@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
@@ -13,7 +14,6 @@ from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.url import WITHOUT_REDIS
 from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security import plain
-from grpo_core.settings.machine import MADE_HERE, TO_BE_MADE
 from grpo_core.tree.environment_values import AGENT, AGENT_OPTIONS, UNIFORM
 from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER
 from grpo_core.weights import bridge_config
@@ -21,9 +21,7 @@ from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
 from grpo_runs.defaults import name_of_task
 from grpo_runs.models import default_max_model_len
 from grpo_runs.run_directory import RunDirectory, server_names
-
-if TYPE_CHECKING:
-    from grpo_runs.settings.run import RunSettings
+from grpo_runs.settings.run_options import RunOptions
 
 HOST = "127.0.0.1"
 MAX_NUM_SEQS = 256
@@ -65,55 +63,40 @@ class Places:
     teacher_port: int = 0
 
     @classmethod
-    def of_run(
+    def of(
         cls,
-        run: RunDirectory,
+        settings: RunOptions,
         model: str,
-        api_port: int,
-        server_ports: Sequence[int],
-        redis_url: str,
-        weights_socket: Path,
-        teacher_port: int = 0,
+        weights_socket: Path = Path("weights.sock"),
+        run: RunDirectory | None = None,
+        redis_url: str = _UNKNOWN_REDIS,
+        free_port: Callable[[], int] = lambda: _UNKNOWN_PORT,
     ) -> Places:
-        """Of a run whose services are all started here."""
+        """Args: run, redis_url, free_port: of a run whose services are all started here. Without
+        `free_port`, its places are those of a check, before the ports are chosen"""
+        if run is None:
+            return cls(
+                model,
+                settings.run_api_url,
+                settings.server_ports,
+                settings.redis_url.get_secret_value(),
+                settings.run_id or default_run_id(settings.port),
+                settings.save_path,
+                weights_socket,
+                settings.log_dir / bridge_config.FILE_NAME,
+            )
         return cls(
             model,
-            url(api_port),
-            server_ports,
+            url(free_port()),
+            [free_port() for _ in range(settings.servers)],
             redis_url,
             run.run_id,
             run.checkpoints,
             weights_socket,
             run.path / bridge_config.FILE_NAME,
             run,
-            teacher_port,
+            free_port() if settings.starts_teacher else 0,
         )
-
-    @classmethod
-    def of_pair(cls, settings: RunSettings, model: str, weights_socket: Path) -> Places:
-        """Of a server and a trainer, whose run-api and Redis run already."""
-        return cls(
-            model,
-            settings.run_api_url,
-            settings.server_ports,
-            settings.redis_url.get_secret_value(),
-            settings.run_id or default_run_id(settings.port),
-            settings.save_path,
-            weights_socket,
-            settings.log_dir / bridge_config.FILE_NAME,
-        )
-
-    @classmethod
-    def not_yet_known(cls, settings: RunSettings) -> Places:
-        """For checks before the model is made and before the ports are chosen."""
-        model = TO_BE_MADE if settings.model in MADE_HERE else settings.model
-        socket = Path("weights.sock")
-        if not settings.starts_all:
-            return cls.of_pair(settings, model, socket)
-        run = RunDirectory(Path("run"))
-        ports = [_UNKNOWN_PORT] * settings.servers
-        teacher = _UNKNOWN_PORT if settings.starts_teacher else 0
-        return cls.of_run(run, model, _UNKNOWN_PORT, ports, _UNKNOWN_REDIS, socket, teacher)
 
     @property
     def weights_directory(self) -> Path:
@@ -124,7 +107,7 @@ class Places:
     def server_names(self) -> list[str]:
         return server_names(len(self.server_ports))
 
-    def teacher_model(self, settings: RunSettings) -> str:
+    def teacher_model(self, settings: RunOptions) -> str:
         """A directory or an id on the hub. A model that this project makes is made once."""
         named = settings.teacher_model or ""
         return self.model if named == settings.model else named
@@ -135,7 +118,7 @@ class Places:
         return {"REDIS_URL": self.redis_url}
 
 
-def trainer_values(settings: RunSettings, places: Places) -> dict[str, Any]:
+def trainer_values(settings: RunOptions, places: Places) -> dict[str, Any]:
     mode = settings.weight_mode
     whole = {} if places.run is None else _of_whole_run(settings, places.run)
     url_here = settings.server_url if places.run is None else url(places.server_ports[0])
@@ -177,7 +160,7 @@ _DEFAULTS_OF_TRAINER: Mapping[str, Any] = {
 """Of a run whose services are all started here."""
 
 
-def _of_whole_run(settings: RunSettings, run: RunDirectory) -> dict[str, Any]:
+def _of_whole_run(settings: RunOptions, run: RunDirectory) -> dict[str, Any]:
     sizes, given = settings.sizes, settings.given(TRAINER)
     values: dict[str, Any] = {
         "steps": sizes.steps,
@@ -207,7 +190,7 @@ def _of_whole_run(settings: RunSettings, run: RunDirectory) -> dict[str, Any]:
     return values
 
 
-def server_values(settings: RunSettings, places: Places, number: int = 0) -> dict[str, Any]:
+def server_values(settings: RunOptions, places: Places, number: int = 0) -> dict[str, Any]:
     """Without what the launcher adds for vLLM: see `vllm_words`.
 
     Args: number: of the server, counted from 0
@@ -246,7 +229,7 @@ def server_values(settings: RunSettings, places: Places, number: int = 0) -> dic
     return values
 
 
-def teacher_values(settings: RunSettings, places: Places) -> dict[str, Any]:
+def teacher_values(settings: RunOptions, places: Places) -> dict[str, Any]:
     """Of the teacher's server, which takes no part in the run."""
     return {
         "model": places.teacher_model(settings),
@@ -259,7 +242,7 @@ def teacher_values(settings: RunSettings, places: Places) -> dict[str, Any]:
     }
 
 
-def vllm_words(settings: RunSettings, model: str) -> list[str]:
+def vllm_words(settings: RunOptions, model: str) -> list[str]:
     """Options of vLLM that follow from the settings. The user's own come later and win."""
     if not settings.starts_all:
         dtype = [] if settings.dtype == "auto" else ["--dtype", settings.dtype]
@@ -280,7 +263,7 @@ def vllm_words(settings: RunSettings, model: str) -> list[str]:
     return words
 
 
-def environment_values(settings: RunSettings, places: Places, task: str) -> dict[str, Any]:
+def environment_values(settings: RunOptions, places: Places, task: str) -> dict[str, Any]:
     sizes, run = settings.sizes, places.run
     defaults: dict[str, Any] = {
         "group_size": settings.group_size,
@@ -325,10 +308,10 @@ def environment_values(settings: RunSettings, places: Places, task: str) -> dict
     return without_none(values)
 
 
-def run_api_values(settings: RunSettings, places: Places, port: int) -> dict[str, Any]:
+def run_api_values(settings: RunOptions, places: Places) -> dict[str, Any]:
     return settings.given(RUN_API) | {
         "host": HOST,
-        "port": port,
+        "port": urlsplit(places.run_api_url).port,
         "run_id": places.run_id,
         "log_level": settings.log_level,
     }
@@ -338,7 +321,7 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def token_variables(settings: RunSettings) -> dict[str, str]:
+def token_variables(settings: RunOptions) -> dict[str, str]:
     """For run-api and the server; other users can read command lines."""
     token = plain(settings.run_api_token)
     return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}

@@ -1,0 +1,405 @@
+"""The options of a run: the tree of all services' options, and those of starting them, with their
+sections, names and defaults; and what follows from them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, SecretStr, field_validator
+
+from grpo_core.cpu import CPU
+from grpo_core.listening import in_url
+from grpo_core.security import usable_token
+from grpo_core.settings import CommandSettings, CommaSeparated, Given, Shown
+from grpo_core.settings.machine import TINY
+from grpo_core.tree.environment import EnvironmentOptions
+from grpo_core.tree.run_api import RunApiSettings
+from grpo_core.tree.sections import SERVER, VIEWS, names_of, sections_of
+from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.trainer_command import CommandLine
+from grpo_core.tree.weights import ModeName
+from grpo_runs.defaults import SIZE_NAMES, RunSizes, sizes_for
+from grpo_runs.models import A_MODEL
+from grpo_runs.modes import MODES, Mode
+
+GPU_CONTROL = Path("/dev/nvidiactl")
+"""Exists if the NVIDIA driver is loaded."""
+LOOPBACK = "127.0.0.1"
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def half_the_cores() -> int:
+    """Server and trainer compute at the same time, so each gets half."""
+    return max(1, CPU.cores // 2)
+
+
+class ServerHere(CommandSettings):
+    """Of commands that start an inference server on this machine."""
+
+    eager: Annotated[bool | None, Shown(default="on; on a GPU off")] = Field(
+        None,
+        description="Start the server sooner, without compilation and CUDA graphs. With --no-eager,"
+        " the server starts later but samples faster, which saves time in long runs",
+    )
+
+    device: str
+
+    @property
+    def on_gpu(self) -> bool:
+        """All services use the same device."""
+        return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
+
+    @property
+    def starts_eager(self) -> bool:
+        return self.eager if self.eager is not None else not self.on_gpu
+
+
+SETS_ITSELF = (
+    *("redis_url", "run_id", "run_api_url", "save_path", "metrics_file", "rollouts_dir"),
+    *("host", "port", "health_port", "control_host", "control_port", "log_dir"),
+    *("wandb_name", "eval_output", "curriculum_dir", "untrained_dir"),
+)
+"""Options of a run whose services are all started here: each run has its own."""
+OWN_MEANING = frozenset({"stop_grace_s", "start_deadline_s", f"{SERVER}.max_staleness"})
+"""Options of services that mean something else here."""
+OF_ONE_SERVER = ("server_name", "advertise_url", "staging_dir")
+API_KEYS = ("vllm_api_key", "api_key")
+
+_OWN = {
+    "model": ("model",),
+    "task": ("task",),
+    "weights": ("mode",),
+    "queue": ("run_api_token",),
+    "server": ("servers", "kv_cache_mib", "eager", "server_flags"),
+    "run": (
+        *("run_dir", "resume", "report", "watch", "compute_threads", "step_deadline_s"),
+        *("server_deadline_s", "start_deadline_s", "stop_grace_s", "log_dir"),
+        *("on_end", "on_alert"),
+    ),
+}
+GROUPS = sections_of(_OWN)
+OWN = frozenset({*(name for names in _OWN.values() for name in names), "server_options"})
+"""Options that no service has, or that mean more here."""
+ALSO_SHOWN = frozenset(
+    {
+        *("data", "group_size", "device", "seed", "log_level", "save_path", "run_api_url"),
+        *("redis_url", "run_id", "host", "port", "health_port", "adapter_sync_interval"),
+        *("lora_r", "lora_alpha", "lora_dropout", "reward_weights"),
+    }
+)
+"""Options of services that most runs set."""
+_OF_TRAINER = {
+    name: alias for name, alias in CommandLine.command.aliases.items() if name != "vllm-url"
+}
+ALIASES = {
+    **names_of(GROUPS, OWN_MEANING),
+    **_OF_TRAINER,
+    "vllm-port": "port",
+    "command": "agent_command",
+    "server.dtype": "dtype",  # an option of vLLM
+}
+
+DEFAULTS = {
+    "steps": "250; gsm8k: 60; at most 60 with a pretrained model, and if the engine restarts; "
+    "without --task: 10",
+    "batch_size": "64; gsm8k: 16; pretrained models: at most 32; without --task: 2",
+    "gradient_accumulation_steps": "2; without --task: 32",
+    "lr": "3e-4; gsm8k: 1e-4; six times as high with an adapter; pretrained models: 1e-5, with an "
+    "adapter 3e-4; without --task: 1e-5",
+    "warmup_steps": "5; without --task: 0",
+    "max_completion_tokens": "8; gsm8k: 32; with a pretrained model, gsm8k and reward functions on "
+    "a CPU: 256; other tasks: their own limit",
+    "seq_len": "128; gsm8k: 1152; your own task: 256, with a pretrained model 1152; without "
+    "--task: 2048",
+    "max_model_len": "512; gsm8k: 1536; at least --seq-len; without --task: the model's limit, at "
+    "most 4096",
+    "max_batches_offpolicy": "1",
+    "gpu_memory_utilization": "0.4; without --task: 0.45",
+    "dtype": "float32; on a GPU bfloat16; without --task: the model's",
+    "vllm_restart_interval": "10; without --task: 3; 1 in mode none with --publish update",
+    "lora_target_modules": "q_proj,v_proj; with the tiny model every linear layer",
+    "eval_every": "before and after the run",
+    "checkpoint_interval": "0; without --task: 3",
+}
+"""What applies if these are not given, for the user."""
+OF_SERVICES = (
+    frozenset(name for names in GROUPS.values() for name in names)
+    - OWN
+    - DEFAULTS.keys()
+    - ALSO_SHOWN
+)
+"""Options that `--help` only names."""
+
+
+class OfWholeRun(CommandSettings):
+    """Own options that mean nothing without --task, as those of environments and run-api do."""
+
+    run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
+        None, description="New or empty directory for the files of the run"
+    )
+    report: bool = Field(
+        True, description="Write report.html, a page to read the rollouts of the run"
+    )
+    watch: Annotated[bool | None, Shown(default="on at a terminal, else off")] = Field(
+        None,
+        description="Serve a page that shows the run while it trains, and open it in a browser if "
+        "one is at hand; else print its address",
+    )
+    kv_cache_mib: Annotated[
+        int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
+    ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
+    step_deadline_s: Annotated[
+        float | None,
+        Shown(default="300; pretrained models: 1800; 180 more if the engine restarts"),
+    ] = Field(
+        None,
+        gt=0,
+        description="The run fails if no training step ends within this number of seconds",
+    )
+    start_deadline_s: Annotated[float | None, Shown(default="300; pretrained models: 600")] = Field(
+        None,
+        gt=0,
+        description="Seconds to wait for run-api, the trainer and each environment to start",
+    )
+    compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
+        default_factory=half_the_cores,
+        ge=1,
+        description="Number of CPU threads that the server computes with; several servers share "
+        "them. The trainer uses the same number",
+    )
+    on_alert: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
+        None,
+        min_length=1,
+        description="The same for each alert, for example if no training step ends for 15 minutes",
+    )
+
+
+NEEDS_TASK = frozenset({*OfWholeRun.model_fields, "eager"})
+
+
+class OfPair(CommandSettings):
+    """Own options of a run without --task, of which server and trainer are started here."""
+
+    stop_grace_s: float = Field(
+        120.0,
+        gt=0,
+        description="Without --task: seconds to wait for each process to stop before it is killed",
+    )
+    log_dir: Path = Field(
+        Path("logs"),
+        description="Without --task: directory for vllm-server.log and trainer.log",
+    )
+
+
+class RunOptions(
+    OfWholeRun,
+    OfPair,
+    CommandLine,
+    EnvironmentOptions,
+    ServerSettings,
+    RunApiSettings,
+    ServerHere,
+):
+    """The options of a run, and what follows from them."""
+
+    model: str = Field(min_length=1, description=f"Model: {A_MODEL}")
+    task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(  # type: ignore[assignment]
+        (),
+        description="Task: arithmetic (one-digit sums), gsm8k or math (both need --data), your own "
+        "reward (my.py:reward) or task (my.py:MyTask), or several of them, separated by commas. "
+        "Each task gets its own environment",
+    )
+    mode: ModeName = Field(
+        "shared_vllm",
+        description="Weight-sync mode, which decides how the server gets new weights. shared_vllm: "
+        "trainer and server share one copy in memory. lora_only: the running server "
+        "loads each new adapter. lora_restart: the engine restarts with each new "
+        "adapter. none: the running server loads each new model",
+    )
+    servers: int = Field(
+        1,
+        ge=1,
+        description="Number of inference servers on this machine. Several servers share the cores "
+        "of --compute-threads. If one ends, the run goes on with the others. Several servers need "
+        "a CPU, and a mode other than shared_vllm",
+    )
+    resume: Annotated[str | None, Shown(default="none; without --task: auto, as of grpo")] = Field(  # type: ignore[assignment]
+        None,
+        description="Resume the run in this directory, for example runs/latest. Command-line "
+        "options override the directory's config.yaml. To continue a run that has finished, "
+        "raise --steps",
+    )
+    server_deadline_s: Annotated[
+        float | None, Shown(default="600; pretrained models, and without --task: 1800")
+    ] = Field(None, gt=0, description="Seconds to wait for the inference server to start")
+    run_api_token: SecretStr | None = Field(
+        None,
+        description="Access token that clients must send to run-api and to the inference server",
+    )
+    server_flags: str = Field(
+        "",
+        description="More options for the inference server, in one string, for example "
+        "--server-flags='--max-num-seqs 64'",
+    )
+    on_end: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
+        None,
+        min_length=1,
+        description="Command to run when the run has completed, failed or been stopped. It gets "
+        "JSON on its standard input, and the same facts in variables such as GRPO_STATE and "
+        "GRPO_TEXT. An http(s) URL gets the JSON in a POST request",
+    )
+    server_options: tuple[str, ...] = ()
+    """Options of vLLM."""
+
+    _usable_token = field_validator("run_api_token")(usable_token)
+
+    @field_validator("task")
+    @classmethod
+    def _is_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("expected at least one value")
+        return value
+
+    @field_validator("server_flags")
+    @classmethod
+    def _shell_words(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(
+                f"cannot split the value into words as a shell does ({error}); check its quotes"
+            ) from None
+        return value
+
+    @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        return content
+
+    @classmethod
+    def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
+        if "task" in given:  # variables such as REDIS_URL are about another run
+            for name in (*SETS_ITSELF, *API_KEYS):
+                if name in given and given[name].name in environment:
+                    del given[name]
+        mode = given.setdefault("mode", Given("shared_vllm", "--mode"))
+        if str(mode.value) in MODES:
+            yield from CommandLine.drop_unused(given, environment)
+
+    @property
+    def starts_all(self) -> bool:
+        """Whether all services are started here, and not only server and trainer."""
+        return bool(self.task)
+
+    @property
+    def starts_teacher(self) -> bool:
+        """Whether the run starts the server of its teacher."""
+        return self.starts_all and self.teacher_model is not None and self.teacher_url is None
+
+    @property
+    def resumed(self) -> Path | None:
+        """The directory of the run that goes on; None for a new one."""
+        return Path(self.resume) if self.starts_all and self.resume else None
+
+    @property
+    def weight_mode(self) -> Mode:
+        mode = MODES[self.mode]
+        restarts = mode.restarts_engine or (self.mode == "none" and self.publish == "restart")
+        return replace(mode, restarts_engine=restarts)
+
+    @property
+    def weights_dtype(self) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.on_gpu else "float32"
+
+    @property
+    def evaluates_every(self) -> int:
+        """Steps between evaluations; 0: none. By default before and after the run."""
+        return self.eval_every if "eval_every" in self.model_fields_set else self.sizes.steps
+
+    @property
+    def vllm_words(self) -> list[str]:
+        """Options of vLLM."""
+        return [*shlex.split(self.server_flags), *self.server_options]
+
+    @property
+    def may_start_redis(self) -> bool:
+        return "redis_url" not in self.model_fields_set
+
+    @property
+    def server_ports(self) -> range:
+        """Of the servers of a run whose run-api runs already."""
+        return range(self.port, self.port + self.servers)
+
+    @property
+    def server_url(self) -> str:
+        """Of the first server, for clients on this host."""
+        return self.url_of(self.port)
+
+    def url_of(self, port: int) -> str:
+        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
+        return f"http://{in_url(host)}:{port}"
+
+    @property
+    def server_threads(self) -> int:
+        return max(1, self.compute_threads // self.servers)
+
+    @cached_property
+    def sizes(self) -> RunSizes:
+        """The options whose default depends on others."""
+        return self._sizes_of(self.task)
+
+    def _sizes_of(self, tasks: Sequence[str]) -> RunSizes:
+        given = {name: getattr(self, name) for name in self.model_fields_set & {*SIZE_NAMES}}
+        return sizes_for(
+            tasks,
+            self.weight_mode,
+            is_tiny=self.model == TINY,
+            on_gpu=self.on_gpu,
+            given={name: value for name, value in given.items() if value is not None},
+        )
+
+    def completion_limit(self, task: str) -> int | None:
+        """Of one task's completions, in tokens; None for the task's own limit."""
+        return self.sizes.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
+
+    def given(self, service: str) -> dict[str, Any]:
+        """The options of this service that the user has given, by field."""
+        names = self.model_fields_set & VIEWS[service].model_fields.keys()
+        names -= {name.removeprefix(f"{service}.") for name in OWN_MEANING}
+        names -= {"world_size"} | ({"resume"} if self.starts_all else set())
+        return {name: getattr(self, name) for name in names}
+
+    def resolved(self) -> dict[str, Any]:
+        """What was given, and what follows from it. Without the directories, as this configuration
+        can be used for another run, and without --on-end and --on-alert, which may hold secrets."""
+        own = OWN | self.model_fields_set
+        own -= (
+            OfPair.model_fields.keys() if self.starts_all else NEEDS_TASK
+        ) - self.model_fields_set
+        values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
+        if self.starts_all:
+            values |= {name: getattr(self.sizes, name) for name in SIZE_NAMES}
+            values |= {"dtype": self.weights_dtype, "eager": self.starts_eager}
+            if not self.weight_mode.trains_adapter:
+                del values["lora_target_modules"]
+            else:
+                values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
+            if self.weight_mode.shares_memory or self.weight_mode.loads_adapters:
+                del values["vllm_restart_interval"]
+        for name in ("run_dir", "resume", "on_end", "on_alert"):
+            values.pop(name, None)
+        return {
+            name: value
+            for name, value in values.items()
+            if value not in (None, "", ()) or (value == "" and name in self.model_fields_set)
+        }
