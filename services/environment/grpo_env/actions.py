@@ -25,7 +25,8 @@ from grpo_env.rollout.grader import Grade, Grader, Ungraded
 from grpo_env.rollout.groups import GroupLost, SampledGroup
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Answer, State
-from grpo_env.tasks.items import Item, ItemStream, all_items
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Item, all_items
 
 log = structlog.get_logger()
 

@@ -25,7 +25,8 @@ from grpo_env.rollout.teacher import Teacher
 from grpo_env.sandbox import use_sandbox
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions
-from grpo_env.tasks.items import ItemStream, training_items
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import training_items
 from grpo_env.tasks.tools import tool_schemas
 
 log = structlog.get_logger()

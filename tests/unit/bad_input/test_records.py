@@ -20,7 +20,7 @@ from grpo_core.weights.shared_memory import ParameterMapping
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.__main__ import main as env_server
 from grpo_env.tasks.curriculum_files import STATE_FILE, CurriculumFiles
-from grpo_env.tasks.items import ItemStream
+from grpo_env.tasks.item_stream import ItemStream
 from grpo_runs.__main__ import compare
 from grpo_runs.__main__ import main as demo
 from grpo_runs.__main__ import run as grpo_run

@@ -15,7 +15,7 @@ from grpo_env.bridges.agent_program import Agent, AgentEnd, Client
 from grpo_env.bridges.chat import Chat, Limits
 from grpo_env.bridges.endpoint import ChatEndpoint
 from grpo_env.tasks import Answer, Dialogue, Reward, RolloutFailed, Row, Split, Task, TaskOptions
-from grpo_env.tasks.task import PROMPT_COLUMNS
+from grpo_env.tasks.rows import PROMPT_COLUMNS
 
 OUTPUT = "output"
 """The key of `answer.state` that holds what the agent printed or returned."""

@@ -21,7 +21,8 @@ from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.rollout.untrained import UntrainedRollouts
 from grpo_env.settings import EnvServerSettings
-from grpo_env.tasks.items import Draw, Item, ItemStream
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Draw, Item
 
 log = structlog.get_logger()
 

@@ -7,14 +7,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
-from grpo_env.tasks.task import (
-    Answer,
-    Graded,
-    Row,
-    Split,
-    Task,
-    TaskOptions,
-)
+from grpo_env.tasks.rows import Row, Split, TaskOptions
+from grpo_env.tasks.task import Answer, Graded, Task
 from grpo_env.tasks.tool_calls import Message
 
 _MOST_ROWS = 10_000

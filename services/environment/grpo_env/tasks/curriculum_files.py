@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.curriculum import POOLS_FILE, pool_curve
 from grpo_core.errors import problems_of
-from grpo_env.tasks.curriculum import CurriculumUnusable
-from grpo_env.tasks.items import ItemStream
-from grpo_env.tasks.weighted_items import TaskState
+from grpo_env.tasks.curriculum import CurriculumUnusable, TaskState
+from grpo_env.tasks.item_stream import ItemStream
 
 log = structlog.get_logger()
 

@@ -9,15 +9,8 @@ from typing import Any
 
 from grpo_env.maths.final_answer import MARK, find_result
 from grpo_env.maths.math_grader import MathGrader
-from grpo_env.tasks.rows import rows_of
-from grpo_env.tasks.task import (
-    Answer,
-    Graded,
-    Row,
-    Split,
-    Task,
-    TaskOptions,
-)
+from grpo_env.tasks.rows import Row, Split, TaskOptions, rows_of
+from grpo_env.tasks.task import Answer, Graded, Task
 from grpo_env.tasks.tool_calls import Message
 
 INSTRUCTION = "Reason step by step. End with the line\n#### <number>"

@@ -22,8 +22,8 @@ from grpo_env.maths.final_answer import (
     tagged_box,
 )
 from grpo_env.maths.math_grader import MathGrader
-from grpo_env.tasks.rows import answer_of, question_text
-from grpo_env.tasks.task import Answer, Graded, Row, Task, TaskOptions
+from grpo_env.tasks.rows import Row, TaskOptions, answer_of, question_text
+from grpo_env.tasks.task import Answer, Graded, Task
 
 _CONVERSATION = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves "

@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from grpo_core.wire.fields import FLOAT32_MAX
-from grpo_env.tasks.task import PROMPT_COLUMNS, Answer, Graded, Row
+from grpo_env.tasks.rows import PROMPT_COLUMNS, Row
+from grpo_env.tasks.task import Answer, Graded
 from grpo_env.tasks.tools import is_coroutine
 
 RewardFunction = Callable[[Answer, Row], Any]

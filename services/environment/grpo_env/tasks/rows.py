@@ -11,11 +11,12 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from decimal import Decimal
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_env.maths.final_answer import stated_answer
 from grpo_env.tasks.data_files import (
@@ -26,16 +27,36 @@ from grpo_env.tasks.data_files import (
     is_saved,
     read_records,
 )
-from grpo_env.tasks.task import (
-    PROMPT_COLUMNS,
-    Row,
-    Split,
-    TaskOptions,
-)
 from grpo_env.tasks.tool_calls import Message
 
+Row = Mapping[str, Any]
+"""One record of a data set: column name → value."""
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
+"""The first one that a row has is its prompt."""
+Split = Literal["train", "test"]
 ANSWER, COMPLETION, TOOLS = "answer", "completion", "tools"
 _RIGHT = "ground_truth"
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Options of `env-server` that a task may use.
+
+    data: a file, a directory or the id of a data set on the Hugging Face hub.
+    data_config: the configuration of a data set on the hub.
+    eval_data: as `data`, for evaluation.
+    columns: {"prompt": "question"}: the task's name of a column → the data set's.
+    system_prompt: replaces the task's own; "" for none.
+    args: the user's `--task-args`.
+    """
+
+    seed: int = 0
+    data: str | None = None
+    data_config: str | None = None
+    eval_data: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    system_prompt: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def is_missing(value: Any) -> bool:

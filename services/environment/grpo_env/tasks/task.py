@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from grpo_core.errors import GrpoError
+from grpo_env.tasks.rows import Row, Split, TaskOptions, messages_of, rows_of
 from grpo_env.tasks.tool_calls import CallFormat
 from grpo_env.tasks.tool_calls import Message as Message
 from grpo_env.tasks.tools import answer_calls, is_coroutine
-
-Row = Mapping[str, Any]
-"""One record of a data set: column name → value."""
-PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
-"""The first one that a row has is its prompt."""
-Split = Literal["train", "test"]
 
 
 class State(dict[str, Any]):
@@ -96,27 +91,6 @@ class Graded:
 
 Reward = float | Mapping[str, float | None] | Graded
 """A single number is the part `reward`. A part that is None is left out."""
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """Options of `env-server` that a task may use.
-
-    data: a file, a directory or the id of a data set on the Hugging Face hub.
-    data_config: the configuration of a data set on the hub.
-    eval_data: as `data`, for evaluation.
-    columns: {"prompt": "question"}: the task's name of a column → the data set's.
-    system_prompt: replaces the task's own; "" for none.
-    args: the user's `--task-args`.
-    """
-
-    seed: int = 0
-    data: str | None = None
-    data_config: str | None = None
-    eval_data: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    system_prompt: str | None = None
-    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ContextFull(GrpoError):
@@ -219,8 +193,6 @@ class Task:
         Raises:
             DataUnusable: no data, or invalid rows; the message lists the first of them.
         """
-        from grpo_env.tasks.rows import rows_of
-
         return rows_of(self.options, split)
 
     def prompt(self, row: Row) -> str | Sequence[Message]:
@@ -230,8 +202,6 @@ class Task:
         Raises:
             ValueError: the row has no usable prompt.
         """
-        from grpo_env.tasks.rows import messages_of
-
         return messages_of(row, self.options.system_prompt)
 
     async def step(self, state: State, message: Answer) -> Sequence[Message] | None:  # noqa: ARG002

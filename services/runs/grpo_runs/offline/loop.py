@@ -15,7 +15,8 @@ from typing import TypeVar
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.assembly import open_tasks, open_template, sampling_plan
-from grpo_env.tasks.items import Item, ItemStream
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Item
 from grpo_runs.offline.data import (
     InProcessQueue,
     Parts,

@@ -23,7 +23,8 @@ from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.settings import EnvServerSettings
-from grpo_env.tasks.items import Item, ItemStream
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Item
 from grpo_runs.offline.errors import RolloutsFail, StaleServer
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.local import LocalGeneration, WeightsInProcess

@@ -23,7 +23,8 @@ from grpo_env.rollout.producer import GroupProducer
 from grpo_env.sandbox.choice import VARIABLE
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Task, TaskOptions
-from grpo_env.tasks.items import Item, ItemStream, training_items
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Item, training_items
 from tests.support.wait import wait_for_async
 from tests.unit.env.rollout.rig import PLAN, engine_on, lost, prompts, sample, submitted
 from tests.unit.env.rollout.test_conversation import SAID, scripted

@@ -26,7 +26,8 @@ from grpo_env.rollout.groups import (
 )
 from grpo_env.rollout.producer import GroupCounts, GroupProducer
 from grpo_env.settings import EnvServerSettings, load_env_settings
-from grpo_env.tasks.items import Draw, Item, ItemStream
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Draw, Item
 from tests.support.canned import PROMPT, generate_answer
 from tests.support.http_stub import Route
 from tests.unit.env.feeding import Rewarded, right_and_wrong, sevens

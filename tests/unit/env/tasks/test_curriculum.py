@@ -21,7 +21,8 @@ from grpo_env.tasks.curriculum import (
     learnable,
 )
 from grpo_env.tasks.curriculum_files import CurriculumFiles
-from grpo_env.tasks.items import Item, ItemStream
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Item
 
 
 class Named(Task):

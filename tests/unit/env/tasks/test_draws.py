@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 
 from grpo_env.tasks import Row, Split, Task, TaskOptions
 from grpo_env.tasks.curriculum import learnable
-from grpo_env.tasks.draws import DrawNumbers
-from grpo_env.tasks.items import Draw, Item, ItemStream
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Draw, DrawNumbers, Item
 
 
 class Named(Task):
@@ -28,9 +28,12 @@ def items(count: int, name: str = "task", data: str | None = None) -> list[Item]
     return [Item(task, {"n": number}, f"{name} {number}") for number in range(count)]
 
 
-@given(st.sets(st.integers(0, 60)))
-def test_numbers_are_written_as_ranges_and_read_again(numbers: set[int]) -> None:
-    found = DrawNumbers(above=numbers)
+@given(st.sets(st.integers(0, 60)), st.integers(0, 60))
+def test_numbers_are_written_as_ranges_and_read_again(numbers: set[int], more: int) -> None:
+    found = DrawNumbers()
+    for number in numbers:
+        found.add(number)
+    with_one_more = found.written(more)
     written = found.written()
     assert {
         number
@@ -43,6 +46,8 @@ def test_numbers_are_written_as_ranges_and_read_again(numbers: set[int]) -> None
     if written:
         again = DrawNumbers.parse(written)
         assert (again.written(), again.missing()) == (written, found.missing())
+    found.add(more)
+    assert found.written() == with_one_more
 
 
 @given(

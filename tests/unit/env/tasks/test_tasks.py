@@ -14,14 +14,8 @@ from structlog.testing import capture_logs
 from grpo_env.tasks import Answer, Graded, Message, Row, Split, Task, TaskOptions
 from grpo_env.tasks.arithmetic import Arithmetic
 from grpo_env.tasks.data_files import DataUnusable
-from grpo_env.tasks.items import (
-    Item,
-    ItemStream,
-    content_hash,
-    evaluation_items,
-    is_held_out,
-    training_items,
-)
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Item, content_hash, evaluation_items, is_held_out, training_items
 
 COUNTS, SEEDS = st.integers(1, 40), st.integers()
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from docs.generate.offline_keys import OPTION, descriptions
 from grpo_env.assembly import open_tasks, sampling_plan
-from grpo_env.tasks.items import ItemStream
+from grpo_env.tasks.item_stream import ItemStream
 from grpo_runs.offline.data import items_to_evaluate, items_to_train
 from grpo_runs.offline.iteration_end import evaluation_of
 from grpo_runs.offline.keys import CONFIG_FILE, KEYS, OfflineKeys, leaves, put, sets_of

@@ -19,7 +19,8 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks import Task, TaskOptions
-from grpo_env.tasks.items import Item, ItemStream
+from grpo_env.tasks.item_stream import ItemStream
+from grpo_env.tasks.items import Item
 from grpo_runs.offline import local
 from grpo_runs.offline.data import optimizer_batches
 from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, ServerUnsuitable, StaleServer
