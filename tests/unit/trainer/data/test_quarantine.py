@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.run_api import EnvironmentCount
 from grpo_tiny_model.model import build_model
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.coefficients import Tau, coefficients_of
@@ -66,6 +68,7 @@ class Bench:
         self.skipped: list[int] = []
         self.records: list[dict[str, float]] = []
         self.rollouts: list[StepRollouts] = []
+        self.recovered: list[bool] = []
         self.mismatch = False
 
     layout = Layout(padded, in_order)
@@ -88,10 +91,13 @@ class Bench:
             raise RolloutMismatch("sampled otherwise")
         return Distance(0, 0.0, 0.0, 0.0)
 
-    def train(self, batches: Sequence[bool], missing: Sequence[int] = ()) -> Position:
+    def train(
+        self, batches: Sequence[bool], missing: Sequence[int] = (), waits: int = 0
+    ) -> Position:
         """Args:
         batches: for each batch, whether the second of two micro-batches is harmful
         missing: ids of batches that do not arrive
+        waits: number of polls without a batch at the begin
         """
         groups = [
             [good(2 * i), good(2 * i + 1, generation_params={"temperature": POISON if bad else 1})]
@@ -100,6 +106,7 @@ class Bench:
         leased = (
             LeasedBatch(i, g, [None] * 2) for i, g in enumerate(groups, 1) if i not in missing
         )
+        answers = chain([EnvironmentCount(registered=1, connected=1)] * waits, leased)
         settings = CommandLine(
             model="m",
             mode="lora_only",
@@ -110,9 +117,11 @@ class Bench:
             **self.options,
         ).settings()
         api: Any = SimpleNamespace(
-            poll=lambda *_: next(leased), request_ahead=lambda *_: None, run_uuid="run"
+            poll=lambda *_: next(answers), request_ahead=lambda *_: None, run_uuid="run"
         )
-        sync: Any = SimpleNamespace(publish=self.publish)
+        sync: Any = SimpleNamespace(
+            publish=self.publish, recover_server=lambda: self.recovered.append(True)
+        )
         checks: Any = SimpleNamespace(
             before_update=self.before_update, after_update=lambda *_: None, failed=0
         )
@@ -166,6 +175,12 @@ def test_a_step_that_fails_once_is_taken_as_if_it_had_not(tmp_path: Path) -> Non
     assert bench.left == 0
     assert bench.skipped == []
     assert bench.masters() == alone.masters()
+
+
+def test_a_server_that_stopped_is_waited_for_while_there_is_no_batch(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.train([False], waits=2).step == 1
+    assert len(bench.recovered) == 2
 
 
 def test_three_batches_in_a_row_end_the_run(tmp_path: Path) -> None:
