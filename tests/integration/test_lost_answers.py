@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from enum import Enum
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
+import httpx
 import pytest
 
+from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.run_api import EnvironmentClient, LeasedBatch, TrainerClient
 from grpo_core.errors import ProtocolViolation, ServiceUnavailable, TrainerSuperseded, UnknownBatch
 from grpo_core.wire.run_api import EnvironmentRegistration, Registration
@@ -19,8 +16,6 @@ from grpo_core.wire.scored_group import ScoredGroup
 from tests.integration.run_api_calls import ENVIRONMENT, REGISTRATION, ApiClient, group
 from tests.support.batches import next_batch
 from tests.support.wait import DEADLINE_S, wait_for
-
-_BY_HOP = ("connection", "content-length", "transfer-encoding")
 
 
 class Cut(Enum):
@@ -35,66 +30,48 @@ class Cut(Enum):
     """As ANSWER, but a gateway answers 504 instead."""
 
 
-class CuttingProxy(ThreadingHTTPServer):
-    def __init__(self, target: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Relay)
-        self.target = target.removeprefix("http://")
-        self.url = f"http://127.0.0.1:{self.server_port}"
+class Network:
+    """Between our clients and run-api."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.next_cut = Cut.NOTHING
+        send, send_later = httpx.HTTPTransport.handle_request, AiohttpTransport.handle_async_request
 
+        def sent(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+            cut = self._begin(request)
+            answer = send(transport, request)
+            answer.read()
+            return self._end(cut, request, answer)
 
-class _Relay(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: CuttingProxy
+        async def sent_later(transport: AiohttpTransport, request: httpx.Request) -> httpx.Response:
+            cut = self._begin(request)
+            answer = await send_later(transport, request)
+            await answer.aread()
+            return self._end(cut, request, answer)
 
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        cut, self.server.next_cut = self.server.next_cut, Cut.NOTHING
-        self.close_connection = cut in (Cut.REQUEST, Cut.ANSWER)
+        monkeypatch.setattr(httpx.HTTPTransport, "handle_request", sent)
+        monkeypatch.setattr(AiohttpTransport, "handle_async_request", sent_later)
+
+    def _begin(self, request: httpx.Request) -> Cut:
+        cut, self.next_cut = self.next_cut, Cut.NOTHING
         if cut is Cut.REQUEST:
-            return
-        with closing(HTTPConnection(self.server.target, timeout=DEADLINE_S)) as service:
-            service.request(self.command, self.path, body, dict(self.headers.items()))
-            answer = service.getresponse()
-            content = answer.read()
-        if cut is Cut.NOTHING:
-            self._answer(answer.status, content, answer.getheaders())
-        elif cut is Cut.GATEWAY:
-            self._answer(504, b"", [])
+            raise httpx.RemoteProtocolError("server disconnected", request=request)
+        return cut
 
-    do_POST = do_GET
-
-    def _answer(self, status: int, content: bytes, headers: list[tuple[str, str]]) -> None:
-        self.send_response_only(status)
-        for name, value in headers:
-            if name.lower() not in _BY_HOP:
-                self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
-@contextmanager
-def cutting_proxy(target: str) -> Iterator[CuttingProxy]:
-    with CuttingProxy(target) as proxy:
-        threading.Thread(target=proxy.serve_forever, args=(0.05,)).start()
-        try:
-            yield proxy
-        finally:
-            proxy.shutdown()
+    def _end(self, cut: Cut, request: httpx.Request, answer: httpx.Response) -> httpx.Response:
+        if cut is Cut.ANSWER:
+            raise httpx.ReadError("connection reset", request=request)
+        return httpx.Response(504, request=request) if cut is Cut.GATEWAY else answer
 
 
 @pytest.fixture
-def proxy(http: ApiClient) -> Iterator[CuttingProxy]:
-    with cutting_proxy(str(http.base_url)) as proxy:
-        yield proxy
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    return Network(monkeypatch)
 
 
 @pytest.fixture
-def trainer(proxy: CuttingProxy) -> Iterator[TrainerClient]:
-    with registered(proxy.url) as client:
+def trainer(http: ApiClient) -> Iterator[TrainerClient]:
+    with registered(str(http.base_url)) as client:
         yield client
 
 
@@ -110,30 +87,30 @@ def markers(batch: LeasedBatch) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("cut", [Cut.REQUEST, Cut.ANSWER, Cut.GATEWAY])
 async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactly_once(
-    http: ApiClient, proxy: CuttingProxy, cut: Cut
+    http: ApiClient, network: Network, cut: Cut
 ) -> None:
     http.start()
-    async with EnvironmentClient(proxy.url, DEADLINE_S) as environment:
-        proxy.next_cut = cut
+    async with EnvironmentClient(str(http.base_url), DEADLINE_S) as environment:
+        network.next_cut = cut
         answer = await environment.register(EnvironmentRegistration.model_validate(ENVIRONMENT))
         # a second environment would block batches with a minimum that no process fills
         assert [known["env_id"] for known in http.get("/environments").json()] == [0]
         assert answer is not None
         assert answer["env_id"] == 0
         for marker in (1, 2):
-            proxy.next_cut = cut
+            network.next_cut = cut
             sent = await environment.submit(
                 ScoredGroup.model_validate(group(marker)), answer["run_uuid"]
             )
             assert sent == {"status": "received"}
     http.submit(3, 4, 5, 6)
     assert http.status() == (0, 6)
-    proxy.next_cut = cut
-    with registered(proxy.url) as trainer:
+    network.next_cut = cut
+    with registered(str(http.base_url)) as trainer:
         for batch in ((1, [1, 2]), (2, [3, 4])):
-            proxy.next_cut = cut
+            network.next_cut = cut
             assert markers(next_batch(trainer)) == batch
-        proxy.next_cut = cut
+        network.next_cut = cut
         trainer.acknowledge(2)
         trainer.acknowledge(1)  # an older acknowledgement changes nothing
     with registered(str(http.base_url)) as other:
@@ -160,11 +137,11 @@ def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: ApiCl
 
 @pytest.mark.parametrize("cut", [Cut.NOTHING, Cut.REQUEST, Cut.ANSWER])
 def test_a_batch_requested_ahead_is_the_next_one(
-    http: ApiClient, proxy: CuttingProxy, trainer: TrainerClient, cut: Cut
+    http: ApiClient, network: Network, trainer: TrainerClient, cut: Cut
 ) -> None:
     http.submit(1, 2, 3, 4)
     assert markers(next_batch(trainer)) == (1, [1, 2])
-    proxy.next_cut = cut
+    network.next_cut = cut
     prepared: list[LeasedBatch] = []
     trainer.request_ahead(1, prepared.append)
     if cut is Cut.NOTHING:

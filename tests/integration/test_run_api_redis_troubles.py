@@ -324,28 +324,38 @@ async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
     server.admin.config_set("appendonly", "yes")
 
 
-def test_a_redis_that_may_delete_keys_is_refused_by_its_setting(server: OwnRedis) -> None:
-    server.admin.config_set("maxmemory-policy", "volatile-lru")
-    command = [sys.executable, "-m", "grpo_api", "--redis-url", server.url]
+def forgets(admin: redis.Redis) -> None:
+    admin.config_set("maxmemory-policy", "volatile-lru")
+
+
+def has_another_layout(admin: redis.Redis) -> None:
+    admin.hset(layout_prefix("moved", 5) + "trainer", "batch_size", "4")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (forgets, "CONFIG SET maxmemory-policy noeviction"),
+        (
+            has_another_layout,
+            "has run moved in layout 5, which another release of run-api wrote",
+        ),
+    ],
+)
+def test_a_redis_that_does_not_suit_ends_run_api_with_the_reason(
+    server: OwnRedis, spoil: Callable[[redis.Redis], None], says: str
+) -> None:
+    spoil(server.admin)
+    command = [sys.executable, "-m", "grpo_api", "--redis-url", server.url, "--run-id", "moved"]
     command += ["--port", str(free_port())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     finally:
         server.admin.config_set("maxmemory-policy", "noeviction")
     assert done.returncode == 1
-    assert UnsuitableRedis.__name__ in done.stdout + done.stderr
-    assert "CONFIG SET maxmemory-policy noeviction" in done.stdout + done.stderr
-
-
-def test_a_run_that_another_release_stored_is_refused_by_its_layout(server: OwnRedis) -> None:
-    server.admin.hset(layout_prefix("moved", 5) + "trainer", "batch_size", "4")
-    command = [sys.executable, "-m", "grpo_api", "--redis-url", server.url, "--run-id", "moved"]
-    command += ["--port", str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 1
     told = done.stdout + done.stderr
     assert UnsuitableRedis.__name__ in told
-    assert "has run moved in layout 5, which another release of run-api wrote" in told
+    assert says in told
 
 
 async def test_a_warning_comes_before_the_disk_is_full(server: OwnRedis) -> None:

@@ -154,16 +154,3 @@ def test_every_group_is_served_with_all_keys_as_it_was_sent(
     expected = dict.fromkeys(ALL_KEYS) | sent
     assert served(http, sent) == expected
     assert served(http, [sent], "/scored_data_list") == expected
-
-
-def test_numbers_are_coerced_and_unknown_fields_dropped(http: ApiClient) -> None:
-    http.start(batch_size=SIZE)
-    loose = {
-        "tokens": [[1.0, "7", 90], [1, 7, 91]],
-        "masks": [["-100", -100.0, 90], [-100, -100, 91]],
-        "scores": ["1.5", 2],
-        "env_id": "3",
-        "surprise": {"x": 1},
-    }
-    coerced = group(1) | {"scores": [1.5, 2.0], "env_id": 3}
-    assert served(http, loose) == dict.fromkeys(ALL_KEYS) | coerced

@@ -43,6 +43,13 @@ def test_all_fourteen_keys_are_written_and_no_others() -> None:
     assert set(json.loads(parse(surprise=1).model_dump_json())) == ALL_KEYS
 
 
+def test_numbers_may_be_texts_or_whole_fractions() -> None:
+    sent = {"tokens": [[5.0, "6", 90], [5, 6, 91]], "masks": [["-100", -100.0, 90], [-100, 6, 91]]}
+    assert parse(**sent, scores=["1.5", 2], env_id="3") == parse(
+        masks=[[-100, -100, 90], [-100, 6, 91]], scores=[1.5, 2.0], env_id=3
+    )
+
+
 @pytest.mark.parametrize(
     "absent",
     [
