@@ -190,8 +190,8 @@ class FileSync(DirectorySync):
     _clients: dict[str, BridgeClient] = field(init=False, default_factory=dict)
     _sources: list[str] = field(init=False, default_factory=list)
     _turn: str = field(init=False, default="")
-    _publication: Publication | None = field(init=False, default=None)
-    _announced: Announcement | None = field(init=False, default=None)
+    _publication: Publication = field(init=False)
+    _announced: Announcement = field(init=False)
 
     @property
     def caches_stay(self) -> bool:
@@ -280,13 +280,11 @@ class FileSync(DirectorySync):
 
     def _published(self) -> Publication:
         """Announced again, the version costs nothing."""
-        assert self._announced is not None, "there is a version"
         has_files = self._announced.kind is not VersionKind.BASE
         return self.publisher.publish(self._announced, self._sources if has_files else [])
 
     def _require_served(self, label: str) -> Alignment:
         """Check one of the servers, each in its turn, and those that joined since."""
-        assert self._publication is not None, "something was published"
         rounds, serving = _Rounds(), [*self._publication.serving]
         while True:
             turn = self._turn if self._turn in serving else self._next(serving)
@@ -304,7 +302,6 @@ class FileSync(DirectorySync):
             return alignment
 
     def _remove_older(self) -> None:
-        assert self._publication is not None, "something was published"
         removed = self.directories.remove_older(self._publication.in_use)
         self.watch.versions.forget(removed)
 
