@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_core.tree.server import load_server_settings
-from grpo_core.weights.ref import UNTRAINED, WeightRef
+from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.weights.servers import REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.supervisor.engine import EngineDoesNotAnswer, EngineRefused
@@ -21,12 +22,21 @@ V20 = PolicyVersion(2, 0)
 BUSY, REFUSED = EngineDoesNotAnswer("no answer"), EngineRefused("no such route")
 
 
+LOADED = WeightRef(version=V20, kind=WeightKind.CHECKPOINT, path=Path("/weights/2-0"))
+
+
 class Engine:
+    """Never finishes loading."""
+
     pid = 1
 
     def __init__(self, troubles: list[Exception]) -> None:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._troubles = iter(troubles)
+
+    async def load(self, _weights: WeightRef) -> tuple[float, list[str]]:
+        await asyncio.Event().wait()
+        raise AssertionError
 
     async def rename_weights(self, _version: PolicyVersion) -> None:
         if (trouble := next(self._troubles, None)) is not None:
@@ -79,6 +89,22 @@ async def test_an_engine_that_ends_while_it_is_renamed_leaves_the_request_to_the
         with under_way(server._commit_to(Engine([]), [])):  # type: ignore[arg-type]
             await renaming
         assert server.commits.version == V20
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+async def test_a_stop_or_the_end_of_the_engine_ends_a_commit_at_once(is_stopped: bool) -> None:
+    server, engine = supervisor(), Engine([])
+    with (
+        under_way(server._commit_to(engine, [])) as serving,  # type: ignore[arg-type]
+        under_way(server.commits.commit(LOADED, restarts=False)),
+    ):
+        await asyncio.sleep(1.0)
+        assert server.status().state is ServerState.COMMITTING
+        server.stop() if is_stopped else engine.ended.set_result(-9)
+        commit = await serving
+    assert server.status().torn == (not is_stopped)
+    assert (commit is None) is is_stopped
+    assert is_stopped or commit.torn, "the next engine starts with the weights"
 
 
 async def test_each_change_is_reported_at_once_and_never_out_of_order() -> None:
