@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 from docs.generate.markdown import table
-from grpo_runs.offline.key_names import in_keys
 from grpo_runs.offline.keys import (
     CONFIG_FILE,
     FOLLOWS,
     KEYS,
     SECTIONS,
     OfflineKeys,
+    in_keys,
     sets_of,
     value_of,
 )

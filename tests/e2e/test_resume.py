@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_runs.report.curricula import pool_curves
+from grpo_runs.report.steps import pool_curves
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.services import STAGES

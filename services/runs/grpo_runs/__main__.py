@@ -49,8 +49,8 @@ def _start(kind: type[RunSettings], below: Path | None = None) -> NoReturn:
     )
     _require_usable_tasks(settings)
     if settings.starts_all:
-        _run(settings, "demo", "run_demo")
-    _run(settings, "run", "run_together")
+        _run(settings, "commands.demo", "run_demo")
+    _run(settings, "commands.run", "run_together")
 
 
 def file_first(prog: str, words: Sequence[str]) -> list[str]:
@@ -68,27 +68,31 @@ def compare() -> None:
     """`grpo-compare`"""
     words = file_first(CompareSettings.command.prog, sys.argv[1:])
     settings = load_settings(CompareSettings, words, at_start=True)
-    _run(settings, "compare_modes", "compare_modes")
+    _run(settings, "commands.compare_modes", "compare_modes")
 
 
 def evaluate() -> None:
     """`grpo-eval`"""
-    _run(load_settings(EvalSettings, sys.argv[1:], at_start=True), "evaluate", "evaluate_models")
+    _run(
+        load_settings(EvalSettings, sys.argv[1:], at_start=True),
+        "commands.evaluate",
+        "evaluate_models",
+    )
 
 
 def report() -> None:
     """`grpo-report`"""
-    _run(load_settings(ReportSettings, sys.argv[1:], at_start=True), "rollouts", "report")
+    _run(load_settings(ReportSettings, sys.argv[1:], at_start=True), "commands.rollouts", "report")
 
 
 def watch() -> None:
     """`grpo-watch`"""
-    _run(load_settings(WatchSettings, sys.argv[1:], at_start=True), "watch", "watch")
+    _run(load_settings(WatchSettings, sys.argv[1:], at_start=True), "watch.serve", "watch")
 
 
 def sft() -> None:
     """`grpo-sft`"""
-    _run(load_settings(SftSettings, sys.argv[1:], at_start=True), "sft", "train")
+    _run(load_settings(SftSettings, sys.argv[1:], at_start=True), "commands.sft", "train")
 
 
 def rollouts() -> None:
@@ -96,12 +100,12 @@ def rollouts() -> None:
     settings = load_settings(RolloutsSettings, sys.argv[1:], at_start=True)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a policy says what not every locale can show
         sys.stdout.reconfigure(errors="backslashreplace")
-    _run(settings, "rollouts", "show_rollouts")
+    _run(settings, "commands.rollouts", "show_rollouts")
 
 
 def _run(settings: CommandSettings, module: str, function: str) -> NoReturn:
-    """Import a module of commands only now, so that `--help` and a mistake answer at once."""
-    command = import_module(f"grpo_runs.commands.{module}")
+    """Import a command's module only now, so that `--help` and a mistake answer at once."""
+    command = import_module(f"grpo_runs.{module}")
     from grpo_runs.screen import Screen
 
     raise SystemExit(getattr(command, function)(settings, Screen()))

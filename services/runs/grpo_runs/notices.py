@@ -18,11 +18,11 @@ from grpo_core.security import plain
 from grpo_runs.measures import MeasuresReader
 from grpo_runs.notify import Notification, Notifier, secrets_of
 from grpo_runs.process.stack import StopRequested, warn
-from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.settings.run_options import RunOptions
+from grpo_runs.watch.followed_file import FollowedFile
 
 LOOK_EVERY_S = 5.0
 
@@ -131,4 +131,4 @@ def tell_alerts(
 
 def newest_step(run: RunDirectory) -> int:
     """0 before the first."""
-    return len(GrowingFile(run.metrics).new_lines())
+    return len(FollowedFile(run.metrics).new_lines())

@@ -38,7 +38,6 @@ from grpo_runs.report.evaluations import (
 )
 from grpo_runs.report.steps import (
     HEADER_EVERY_STEPS,
-    GrowingFile,
     MetricsFile,
     StepRecord,
     flat_start_hint,
@@ -60,6 +59,7 @@ from grpo_runs.services import (
 )
 from grpo_runs.settings.run import RunSettings
 from grpo_runs.settings.views import HOST, Places
+from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import ServiceLogs
 from grpo_runs.watch.news import ServiceNews
 
@@ -153,7 +153,7 @@ def _after_a_failure(run: RunDirectory, logs: ServiceLogs) -> list[str]:
     lines = [f"groups: {groups}"] if (groups := groups_text(logs.groups)) else []
     lines += [f"warnings: {warnings_text(logs.counts)}"] if logs.warnings else []
     lines.append(f"logs of all services: {run.logs}")
-    saved, taken = run.newest_checkpoint_step(), len(GrowingFile(run.metrics).new_lines())
+    saved, taken = run.newest_checkpoint_step(), len(FollowedFile(run.metrics).new_lines())
     if saved:
         repeated = f" (repeats {counted(taken - saved, 'step')})" if taken > saved else ""
         lines.append(f"to continue this run: {command_typed()} --resume {run.path}{repeated}")

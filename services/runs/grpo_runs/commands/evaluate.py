@@ -21,13 +21,13 @@ from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import MIB, Service, Stack, StopRequest, StopRequested, start_on_screen
-from grpo_runs.report.steps import GrowingFile
 from grpo_runs.report.summary import counted
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module, words_of
 from grpo_runs.settings.evaluate import EvalSettings
 from grpo_runs.settings.views import HOST, MAX_NUM_SEQS, url
+from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.news import ServiceNews
 
 ADAPTER_DEADLINE_S = 300.0
@@ -191,7 +191,7 @@ def _results_of(
         job = evaluation_job(task, model, server_url, output, settings)
         log = settings.logs / f"{job.name}.log"
         written = log.stat().st_size if log.exists() else 0
-        progress = partial(_show_progress, GrowingFile(log, written), screen)
+        progress = partial(_show_progress, FollowedFile(log, offset=written), screen)
         with screen.activity(f"evaluating {model.name} on {task}: {_plan(settings)}"):
             status = stack.join([job], progress)[job.name]
         if status != 0:
@@ -204,7 +204,7 @@ def _results_of(
     return [*zip(named, pages, strict=True)]
 
 
-def _show_progress(log: GrowingFile, screen: Screen) -> None:
+def _show_progress(log: FollowedFile, screen: Screen) -> None:
     """Show how far `env-server` is, as new lines of its log tell."""
     for line in log.new_lines():
         if PROGRESS in line:

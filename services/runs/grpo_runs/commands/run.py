@@ -22,7 +22,6 @@ from grpo_runs.process.stack import (
     StopRequested,
     start_on_screen,
 )
-from grpo_runs.report.steps import GrowingFile
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.services import (
@@ -34,6 +33,7 @@ from grpo_runs.services import (
 )
 from grpo_runs.settings.run import RunSettings
 from grpo_runs.settings.views import Places
+from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.news import ServiceNews
 
 SIGNALLED = 128
@@ -85,7 +85,7 @@ def start_together(settings: RunSettings, screen: Screen) -> int:
             return stopped.exit_status
         except GrpoError as error:
             return screen.failed(error)
-        log = GrowingFile(settings.log_dir / f"{TRAINER}.log")
+        log = FollowedFile(settings.log_dir / f"{TRAINER}.log")
         lost = LostServices(stack, screen)
 
         def show_log() -> None:

@@ -21,8 +21,7 @@ from grpo_runs.offline.command_line import (
     words_for_hydra,
 )
 from grpo_runs.offline.errors import KeysInvalid
-from grpo_runs.offline.key_names import in_keys
-from grpo_runs.offline.keys import CONFIG_FILE, value_of
+from grpo_runs.offline.keys import CONFIG_FILE, in_keys, value_of
 from grpo_runs.offline.results import RunResult
 from grpo_runs.offline.screen import open_screen
 from grpo_runs.offline.sweep import Job, report_sweep, write_job

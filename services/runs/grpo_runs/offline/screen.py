@@ -12,8 +12,7 @@ from structlog.types import EventDict
 from grpo_core.cpu import prepare_cpu
 from grpo_core.evaluation.results import EvalResult
 from grpo_core.logs import configure_logging
-from grpo_runs.offline.key_names import renamed
-from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.keys import OfflineKeys, renamed
 from grpo_runs.report.steps import HEADER_EVERY_STEPS, Column, cells, optional, titles
 from grpo_runs.screen import Screen
 

@@ -21,8 +21,7 @@ from grpo_core.tree.objectives import RECIPES
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
 from grpo_runs.offline.errors import KeysInvalid
-from grpo_runs.offline.key_names import in_keys
-from grpo_runs.offline.keys import KEYS, OfflineKeys, mistakes_of, sets_of
+from grpo_runs.offline.keys import KEYS, OfflineKeys, in_keys, mistakes_of, sets_of
 from grpo_runs.offline.servers import Sampling
 
 S = TypeVar("S", bound=CommandSettings)

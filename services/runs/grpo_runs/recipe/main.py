@@ -18,8 +18,7 @@ from grpo_core.weights.model_files import load_tokenizer
 from grpo_env.loading import problem_of
 from grpo_runs.offline.command_line import EXIT_FAILED, EXIT_USAGE, end, exit_on_signals
 from grpo_runs.offline.errors import BenchmarkFailed, HubRefused, KeysInvalid, RecipeInvalid
-from grpo_runs.offline.key_names import in_recipe
-from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.keys import OfflineKeys, in_recipe
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.screen import open_screen
 from grpo_runs.recipe.keys import Script, TrainingRecipe, help_lines, read_recipe

@@ -20,8 +20,7 @@ from grpo_core.tree.weights import ModeName, served_weights_directory
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_runs.offline.command_line import EXIT_USAGE, end
 from grpo_runs.offline.errors import RecipeInvalid
-from grpo_runs.offline.key_names import in_recipe
-from grpo_runs.offline.keys import OfflineKeys
+from grpo_runs.offline.keys import OfflineKeys, in_recipe
 from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import option_mistakes
 from grpo_runs.recipe.keys import Script, TrainingRecipe, read_recipe

@@ -16,8 +16,7 @@ from grpo_core.errors import message_of
 from grpo_core.listening import in_url
 from grpo_core.settings import Mistake
 from grpo_runs.offline.errors import RecipeInvalid
-from grpo_runs.offline.key_names import in_recipe
-from grpo_runs.offline.keys import OfflineKeys, put
+from grpo_runs.offline.keys import OfflineKeys, in_recipe, put
 from grpo_runs.recipe.data import Found, environment_options
 from grpo_runs.recipe.keys import MAIN_KEYS, TABLE, TrainingRecipe
 

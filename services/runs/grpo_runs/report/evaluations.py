@@ -16,14 +16,14 @@ from grpo_core.evaluation.results import (
 )
 from grpo_core.evaluation.tables import Lift, NotComparable, compare
 from grpo_core.rollouts.page.encode import Interval, Point
-from grpo_runs.report.steps import GrowingFile
+from grpo_runs.watch.followed_file import FollowedFile
 
 SHOWN = "pass@1"
 FEW_ITEMS = 10
 """With fewer items, an interval is so wide that it tells little."""
 
 
-class EvaluationsFile(GrowingFile):
+class EvaluationsFile(FollowedFile):
     """The evaluations of a run, in the order in which they were finished.
 
     Args: path: `eval.jsonl`. It may not exist yet.

@@ -12,9 +12,8 @@ from grpo_core.rollouts.files import TOKENIZER, read_steps
 from grpo_core.rollouts.page import TokenTexts, write_page
 from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
 from grpo_core.settings.sources import read_file
-from grpo_runs.report.curricula import pool_curves
 from grpo_runs.report.evaluations import Evaluations
-from grpo_runs.report.steps import metric_curves
+from grpo_runs.report.steps import metric_curves, pool_curves
 from grpo_runs.report.summary import tenth_of, warnings_text
 from grpo_runs.run_directory import RunDirectory, options_in
 from grpo_runs.watch.logs import ServiceLogs

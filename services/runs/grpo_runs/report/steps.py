@@ -1,5 +1,5 @@
 """Training steps: their records in the trainer's metrics file, which grows, a line for each on the
-screen, their curves, and a hint."""
+screen, a hint, and the curves of their metrics and of the curricula's pools."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from grpo_core.curriculum import POOLS_FILE
 from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.rollouts.page.encode import Point
+from grpo_runs.watch.followed_file import FollowedFile
 
 Record = TypeVar("Record")
 
@@ -56,29 +58,7 @@ class StepRecord(BaseModel):
         return self.publication_servers is not None and self.all_serve_s is None
 
 
-class GrowingFile:
-    """A text file that another process appends to. Only complete lines are read.
-
-    Args: offset: bytes to skip, which end with a newline
-    """
-
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self.path = path
-        self._offset = offset
-
-    def new_lines(self) -> list[str]:
-        """New lines since the last call; none if there is no file."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        return data[:end].decode(errors="replace").splitlines()
-
-
-class MetricsFile(GrowingFile):
+class MetricsFile(FollowedFile):
     """The trainer's metrics file. The trainer may be writing its last line."""
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +110,7 @@ def metric_curves(path: Path) -> dict[str, list[Point]]:
         ProtocolViolation: a complete line is not the record of a step.
     """
     records: dict[int, Mapping[str, float]] = {}
-    for number, line in enumerate(GrowingFile(path).new_lines(), start=1):
+    for number, line in enumerate(FollowedFile(path).new_lines(), start=1):
         try:
             record = numbers_of(line)
             records[int(record["step"])] = record
@@ -140,6 +120,33 @@ def metric_curves(path: Path) -> dict[str, list[Point]]:
                 "the key step"
             ) from None
     return curves_of(records)
+
+
+def pool_curves(directory: Path) -> dict[str, list[Point]]:
+    """Steps and number of items, by names such as `curriculum/sums/hard`. Empty if there is no
+    directory. If a resumed run repeats steps, the later lines count.
+
+    Args: directory: with a directory for each environment
+
+    Raises:
+        ProtocolViolation: a line is not a record of the pools.
+    """
+    curves: dict[str, list[Point]] = {}
+    for path in sorted(directory.glob(f"*/{POOLS_FILE}")):
+        for number, line in enumerate(FollowedFile(path).new_lines(), start=1):
+            try:
+                record = from_json(line)
+                step = record.pop("step")
+                for name, count in record.items():
+                    points = curves.setdefault(name, [])
+                    while points and points[-1][0] >= step:
+                        points.pop()
+                    points.append((step, count))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise ProtocolViolation(
+                    f"{path} line {number}: expected a JSON object with the key step and numbers"
+                ) from None
+    return curves
 
 
 def curves_of(records: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Point]]:
@@ -161,7 +168,7 @@ def trim_records(path: Path, steps: int) -> list[StepRecord]:
     Raises:
         ProtocolViolation: a line is not a step record.
     """
-    lines = GrowingFile(path).new_lines()
+    lines = FollowedFile(path).new_lines()
     records = MetricsFile(path).read_new()
     kept = {r.step: line for r, line in zip(records, lines, strict=True) if r.step <= steps}
     if len(kept) < len(lines):

@@ -11,13 +11,15 @@ _REMEMBERED_BYTES = 4096
 class FollowedFile:
     """A resumed run rewrites its files. So each read compares the end of what was read before.
 
-    Args: most_bytes: of a longer file, the first read skips the beginning
+    Args:
+        most_bytes: of a longer file, the first read skips the beginning
+        offset: bytes to skip, which end with a newline
     """
 
-    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, most_bytes: int | None = None, offset: int = 0) -> None:
         self.path = path
         self._most_bytes = most_bytes
-        self._offset = 0
+        self._offset = offset
         self._last = b""
 
     def read(self, restart: Callable[[], None] = lambda: None) -> Iterator[bytes]:
@@ -46,3 +48,7 @@ class FollowedFile:
                 self._offset += len(line)
                 self._last = line[-_REMEMBERED_BYTES:]
                 yield line
+
+    def new_lines(self) -> list[str]:
+        """The same, as text."""
+        return b"".join(self.read()).decode(errors="replace").splitlines()

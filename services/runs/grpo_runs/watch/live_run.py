@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import httpx
 from pydantic import BaseModel, ValidationError
 
 from grpo_core.alerts import AlertWatch, Measures
@@ -22,16 +23,16 @@ from grpo_core.provenance.records import Publication
 from grpo_core.rollouts.files import steps_in
 from grpo_core.rollouts.page.encode import Point
 from grpo_core.rollouts.record import printable
+from grpo_core.security import authorization
 from grpo_runs.measures import MeasuresReader
 from grpo_runs.process.stack import LAUNCHER
-from grpo_runs.report.curricula import pool_curves
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.page import config_of
+from grpo_runs.report.steps import pool_curves
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import DROPPED, SENT, ServiceLogs, Warned
 from grpo_runs.watch.metrics_log import PARTS, MetricsLog, Row
-from grpo_runs.watch.run_api import RunApi
 from grpo_runs.watch.services import (
     STAGES,
     MemorySample,
@@ -42,6 +43,7 @@ from grpo_runs.watch.services import (
 )
 
 REFRESH_EVERY_S = 0.5
+RUN_API_TIMEOUT_S = 2.0
 TAIL_BYTES = 2**16
 """Of a file of which the last line is enough."""
 ETA_STEPS = 20
@@ -82,7 +84,7 @@ class LiveRun:
         self._refreshed_at = 0.0
         self._memory_file = FollowedFile(run.processes, TAIL_BYTES)
         self._memory: Mapping[str, int] = {}
-        self._api: tuple[str, RunApi, MeasuresReader] | None = None
+        self._api: tuple[str, MeasuresReader] | None = None
         self._api_away_since: float | None = None
         self._alerts = AlertWatch()
         self._noticed: dict[str, float] = {}
@@ -264,9 +266,8 @@ class LiveRun:
             return {"queue": None, "servers": [], "alerts": []}
         if self._api is None or self._api[0] != url:
             reader = MeasuresReader(self.run, url, self._token, self._clock)
-            self._api = url, RunApi(url, self._token), reader
-        _, api, reader = self._api
-        status, measures = api.status(), reader.read()
+            self._api = url, reader
+        status, measures = _answer(f"{url}/status", self._token), self._api[1].read()
         alerts = self._firing(measures, now)
         if status is None:
             self._api_away_since = self._api_away_since or now
@@ -281,7 +282,11 @@ class LiveRun:
             "groups_dropped_for_equal_scores": groups[DROPPED],
         }
         known = {name: value for name, value in queue.items() if value is not None}
-        return {"queue": known, "servers": api.servers(), "alerts": alerts}
+        return {
+            "queue": known,
+            "servers": _answer(f"{url}/servers", self._token) or [],
+            "alerts": alerts,
+        }
 
     def _firing(self, measures: Measures, now: float) -> list[dict[str, Any]]:
         return [
@@ -325,6 +330,17 @@ class LiveRun:
         saved = [row.parts[-1] for row in rows[1:]]
         took = [b.time - a.time - save for (a, b), save in zip(pairwise(rows), saved, strict=True)]
         return (median(took) + fmean(saved)) * (steps - step)
+
+
+def _answer(url: str, token: str | None) -> Any:
+    """Of run-api; None if there is none."""
+    try:
+        answer = httpx.get(
+            url, headers=authorization(token), timeout=RUN_API_TIMEOUT_S, trust_env=False
+        )
+        return answer.raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return None
 
 
 def _error_of(runner: Runner | None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Serves the live page: in the foreground, or in a thread beside a run."""
+"""`grpo-watch`: serves the live page, in the foreground or in a thread beside a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,31 @@ from pydantic import SecretStr
 from grpo_core.errors import GrpoError
 from grpo_core.http_connections import LimitedProtocol
 from grpo_core.listening import in_url, listen
+from grpo_core.security import plain
 from grpo_runs.run_directory import RunDirectory
+from grpo_runs.screen import Screen
+from grpo_runs.settings.watch import WatchSettings
 from grpo_runs.watch.access import PARAMETER
 from grpo_runs.watch.api import watch_app
 from grpo_runs.watch.live_run import LiveRun
+from grpo_runs.watch.terminal import watch_in_terminal
+
+
+def watch(settings: WatchSettings, screen: Screen) -> int:
+    """Returns the exit status, once the user has stopped it."""
+    runs = live_runs(settings.runs, plain(settings.run_api_token))
+    if settings.terminal:
+        watch_in_terminal(runs[0])
+        return 0
+    try:
+        page = PageServer(runs, settings.host, settings.port, settings.needed_token, settings.hosts)
+    except GrpoError as error:
+        return screen.failed(error)
+    screen.line(f"watch at {page.url} (Ctrl-C ends)")
+    if settings.open and not webbrowser.open(page.url):
+        screen.warning(f"no browser was found; open {page.url} in one")
+    page.run()
+    return 0
 
 
 class PageNotServed(GrpoError):

@@ -17,8 +17,16 @@ from grpo_runs.offline import __main__ as command
 from grpo_runs.offline import loop, sweep
 from grpo_runs.offline.command_line import job_keys, words_for_hydra
 from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, RunUnusable
-from grpo_runs.offline.key_names import KEY_OF_OPTION, in_keys, in_recipe
-from grpo_runs.offline.keys import CONFIG_FILE, KEYS, SECTIONS, OfflineKeys, sets_of
+from grpo_runs.offline.keys import (
+    CONFIG_FILE,
+    KEY_OF_OPTION,
+    KEYS,
+    SECTIONS,
+    OfflineKeys,
+    in_keys,
+    in_recipe,
+    sets_of,
+)
 from grpo_runs.offline.results import RunResult
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.servers import Sampling
