@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_env.bridges.errors import EnvironmentLost, EnvironmentUnusable
+from grpo_env.bridges import EnvironmentLost, EnvironmentUnusable
 from grpo_env.bridges.openenv import OpenEnvTask
 from grpo_env.bridges.openenv_server import LocalServer
 from grpo_env.loading import TaskSpec

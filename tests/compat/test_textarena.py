@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges import EnvironmentUnusable
 from grpo_env.bridges.textarena import TextArenaTask
 from grpo_env.loading import TaskSpec
 from grpo_env.tasks import TaskOptions

@@ -118,11 +118,8 @@ def find_rule(curriculum: str) -> Rule | None:
     """
     if curriculum in (UNIFORM, LEARNABLE):
         return learnable if curriculum == LEARNABLE else None
-    source, _, attribute = curriculum.partition(":")
-    is_file = source.endswith(".py")
     try:
-        module = _load_file(Path(source).expanduser()) if is_file else _load_module(source)
-        found = _named(module, attribute or DEFAULT_RULE, source)
+        found = _named(curriculum, DEFAULT_RULE)
     except TaskUnusable as error:
         raise CurriculumUnusable(f"--curriculum: {error}") from error
     if not callable(found):
@@ -155,14 +152,9 @@ def find_task(name: str) -> Make:
         return lambda options: _of_bridge(source, attribute, options)
     if name == AGENT:
         return _agent_task
-    if source.endswith(".py"):
-        path = Path(source).expanduser()
-        attribute = attribute or DEFAULT_FUNCTION
-        found = _named(_load_file(path), attribute, str(path))
-        return _task_of(found, attribute, path.stem, str(path))
-    if colon:
-        found = _named(_load_module(source), attribute, source)
-        return _task_of(found, attribute, source.rpartition(".")[2], source)
+    if colon or source.endswith(".py"):
+        found = _named(name, DEFAULT_FUNCTION)
+        return _task_of(found, attribute or DEFAULT_FUNCTION, short_name(name), source)
     return _installed(name)
 
 
@@ -179,9 +171,24 @@ def _of_bridge(bridge: str, environment: str, options: TaskOptions) -> Task:
         from grpo_env.bridges.harbor import HarborTask
 
         return HarborTask(environment, options)
-    from grpo_env.bridges.verifiers import verifiers_task
-
     return verifiers_task(environment, options)
+
+
+def verifiers_task(environment: str, options: TaskOptions) -> Task:
+    """The task whose rollouts an environment of verifiers conducts and rates.
+
+    Raises:
+        EnvironmentUnusable: verifiers or the environment is not installed, or cannot be used.
+    """
+    from grpo_env.bridges.verifiers import is_classic
+
+    if is_classic(environment, options):
+        from grpo_env.bridges.verifiers_classic import ClassicEnvironment
+
+        return ClassicEnvironment(environment, options)
+    from grpo_env.bridges.verifiers_v1 import V1Environment
+
+    return V1Environment(environment, options)
 
 
 def _agent_task(options: TaskOptions) -> Task:
@@ -200,10 +207,7 @@ def _agent_task(options: TaskOptions) -> Task:
 
 def _agent_function(name: str) -> Callable[..., Any]:
     """Raises `TaskUnusable`."""
-    source, _, attribute = name.partition(":")
-    is_file = source.endswith(".py")
-    module = _load_file(Path(source).expanduser()) if is_file else _load_module(source)
-    function: Callable[..., Any] = _named(module, attribute or AGENT_FUNCTION, source)
+    function: Callable[..., Any] = _named(name, AGENT_FUNCTION)
     try:
         inspect.signature(function).bind({}, None)
     except TypeError as error:
@@ -211,7 +215,12 @@ def _agent_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _named(module: ModuleType, attribute: str, source: str) -> Any:
+def _named(name: str, default: str) -> Any:
+    """What `my.py:reward` or `package.module:reward` names. Raises `TaskUnusable`."""
+    source, _, attribute = name.partition(":")
+    is_file = source.endswith(".py")
+    module = _load_file(Path(source).expanduser()) if is_file else _load_module(source)
+    attribute = attribute or default
     found = getattr(module, attribute, None)
     if found is None:
         offered = [

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from grpo_env.bridges.verifiers import VerifiersTask, verifiers_task
+from grpo_env.bridges.verifiers import VerifiersTask
+from grpo_env.loading import verifiers_task
 from grpo_env.rollout.chat_template import load_template
 from grpo_env.tasks import Graded, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue

@@ -16,8 +16,9 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 from verifiers.clients import OpenAIChatCompletionsClient
 
-from grpo_env.bridges.errors import EnvironmentUnusable
-from grpo_env.bridges.verifiers import VerifiersTask, verifiers_task
+from grpo_env.bridges import EnvironmentUnusable
+from grpo_env.bridges.verifiers import VerifiersTask
+from grpo_env.loading import verifiers_task
 from grpo_env.tasks import RolloutFailed, TaskOptions
 from tests.compat.bridge.both import CALL, row_of
 from tests.unit.env.bridges.scripted import ScriptedDialogue

@@ -12,9 +12,10 @@ import verifiers.v1 as vf
 from structlog.testing import capture_logs
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_env.bridges.errors import EnvironmentUnusable
-from grpo_env.bridges.verifiers import VerifiersTask, verifiers_task
+from grpo_env.bridges import EnvironmentUnusable
+from grpo_env.bridges.verifiers import VerifiersTask
 from grpo_env.bridges.verifiers_v1 import HARNESS_ID, _config, _require_permission
+from grpo_env.loading import verifiers_task
 from grpo_env.tasks import ContextFull, RolloutFailed, TaskOptions
 from tests.compat.bridge.both import CALL, SUM, row_of
 from tests.unit.env.bridges.scripted import ScriptedDialogue

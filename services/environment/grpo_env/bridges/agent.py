@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from grpo_core.temporary import temporary_directory
 from grpo_env.bridges.agent_program import Agent, AgentEnd, Client
 from grpo_env.bridges.chat import Chat, Limits
-from grpo_env.bridges.endpoint import ChatEndpoint
+from grpo_env.bridges.endpoint import ChatEndpoint, HeldOpen
 from grpo_env.tasks import Answer, Dialogue, Reward, RolloutFailed, Row, Split, Task, TaskOptions
 from grpo_env.tasks.rows import PROMPT_COLUMNS
 
@@ -73,8 +74,7 @@ class AgentTask(Task):
         self._places = asyncio.Semaphore(how.rollouts)
         self._endpoint = ChatEndpoint("Authorization")
         self._socket = Path()
-        self._serving = asyncio.Event()
-        self._server: asyncio.Task[None] | None = None
+        self._serving = HeldOpen(self._served)
 
     def rows(self, split: Split) -> Sequence[Row] | None:
         self._agent.load()  # the environment starts
@@ -107,7 +107,7 @@ class AgentTask(Task):
         return None
 
     async def _conducted(self, row: Row, chat: Chat) -> AgentEnd:
-        await self._started()
+        await self._serving.wait()
         key = f"grpo-{secrets.token_urlsafe(24)}"
         self._endpoint.sessions[_BEARER + key] = chat
         try:
@@ -124,24 +124,13 @@ class AgentTask(Task):
             await chat.close()
 
     def close(self) -> None:
-        """Ends the endpoint, as soon as its event loop runs again."""
-        if self._server is not None:
-            self._server.cancel()
+        self._serving.close()
         self._rewards.close()
 
-    async def _started(self) -> None:
-        if self._server is None:
-            self._server = asyncio.create_task(self._serve())
-        waiting = asyncio.create_task(self._serving.wait())
-        await asyncio.wait({self._server, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if self._server.done():
-            self._server.result()
-
-    async def _serve(self) -> None:
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
         with temporary_directory() as directory:
             self._socket = directory / "endpoint.sock"
             async with self._endpoint:
                 await self._endpoint.listen_at(self._socket)
-                self._serving.set()
-                await asyncio.Event().wait()
+                yield

@@ -20,56 +20,57 @@ READ = (
 """Options of a request. All others change nothing: the policy is sampled as the run says."""
 
 
-async def complete(chat: Chat, body: Mapping[str, Any]) -> ChatAnswer:
-    """Raises `RequestUnusable`, and as `Chat.complete`."""
+async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A `ChatCompletion` of the API. Raises `RequestUnusable`, and as `Chat.complete`."""
+    with reading():
+        _has_usage(body)
     if (body.get("n") or 1) != 1:
         raise RequestUnusable("expected n=1: an environment asks for one answer at a time")
     tools = () if body.get("tool_choice") == "none" else body.get("tools") or ()
-    return await chat.complete(body.get("messages") or (), tools, body)
-
-
-def whole(answer: ChatAnswer) -> dict[str, Any]:
-    """The answer as one object."""
+    answer = await chat.complete(body.get("messages") or (), tools, body)
     choice = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason}
-    return {**_head("chat.completion"), "choices": [choice], "usage": _usage(answer)}
+    return {
+        "id": "chatcmpl-rollout",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": _usage(answer),
+    }
 
 
-def has_usage(body: Mapping[str, Any]) -> bool:
-    """Whether the last event of a stream tells the number of tokens. Raises `RequestUnusable`."""
-    with reading():
-        return bool((body.get("stream_options") or {}).get("include_usage"))
+def _has_usage(body: Mapping[str, Any]) -> bool:
+    """Whether the last event of a stream tells the number of tokens."""
+    return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
-def events(answer: ChatAnswer, has_usage: bool) -> bytes:
-    """The answer as the events of a stream."""
-    head = _head("chat.completion.chunk")
+def events(completion: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
+    """The completion as the events of a stream."""
+    head = {name: completion[name] for name in ("id", "object", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    [choice] = completion["choices"]
     chunks: list[dict[str, Any]] = [
         {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-        for delta in _deltas(answer)
+        for delta in _deltas(choice["message"])
     ]
-    end = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason}
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     chunks.append({**head, "choices": [end]})
-    if has_usage:
-        chunks.append({**head, "choices": [], "usage": _usage(answer)})
+    if _has_usage(body):
+        chunks.append({**head, "choices": [], "usage": completion["usage"]})
     lines = (b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
     return b"".join(lines) + b"data: [DONE]\n\n"
 
 
-def _deltas(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
-    yield {"role": "assistant", "content": None if answer.content is None else ""}
-    if answer.content:
-        yield {"content": answer.content}
-    for index, call in enumerate(answer.tool_calls):
+def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": None if message["content"] is None else ""}
+    if message["content"]:
+        yield {"content": message["content"]}
+    for index, call in enumerate(message.get("tool_calls") or ()):
         function = call["function"]
         begun = {"name": function["name"], "arguments": ""}
         yield {"tool_calls": [{"index": index, **call, "function": begun}]}
         arguments = {"arguments": function["arguments"]}
         yield {"tool_calls": [{"index": index, "function": arguments}]}
-
-
-def _head(kind: str) -> dict[str, Any]:
-    created = int(time.time())
-    return {"id": "chatcmpl-rollout", "object": kind, "created": created, "model": MODEL}
 
 
 def _usage(answer: ChatAnswer) -> dict[str, int]:

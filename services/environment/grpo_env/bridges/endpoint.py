@@ -7,9 +7,12 @@ and `GET /v1/models`.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,44 @@ _MISREAD = re.compile(r"\b\d{3,}\b|rate[\s_-]*limit|too many requests", re.IGNOR
 and waits for minutes."""
 _LARGEST_REQUEST_BYTES = 64 * 2**20
 _LOOPBACK = "127.0.0.1"
+_APIS: Mapping[str, Any] = {
+    "chat/completions": completions_api,
+    "responses": responses_api,
+    "messages": messages_api,
+}
 Answered = Callable[[Chat, Mapping[str, Any]], Awaitable[web.Response]]
+
+
+class HeldOpen:
+    """Holds a context open in one task, as some must be closed by the task that opened them.
+
+    Args: opened: makes the context
+    """
+
+    def __init__(self, opened: Callable[[], AbstractAsyncContextManager[object]]) -> None:
+        self._opened = opened
+        self._is_open = asyncio.Event()
+        self._holding: asyncio.Task[None] | None = None
+
+    async def wait(self) -> None:
+        """Wait until the context is open. Raises its errors."""
+        if self._holding is None:
+            self._holding = asyncio.create_task(self._hold())
+        waiting = asyncio.create_task(self._is_open.wait())
+        await asyncio.wait({self._holding, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._holding.done():
+            self._holding.result()
+
+    async def _hold(self) -> None:
+        async with self._opened():
+            self._is_open.set()
+            await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """Close the context as soon as its event loop runs again."""
+        if self._holding is not None:
+            self._holding.cancel()
 
 
 class ChatEndpoint:
@@ -51,11 +91,8 @@ class ChatEndpoint:
 
     async def __aenter__(self) -> ChatEndpoint:
         app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES)
-        app.router.add_post(
-            "/v1/chat/completions", self._through(_completion, completions_api.READ)
-        )
-        app.router.add_post("/v1/responses", self._through(_response, responses_api.READ))
-        app.router.add_post("/v1/messages", self._through(_message, messages_api.READ))
+        for path, api in _APIS.items():
+            app.router.add_post(f"/v1/{path}", self._through(partial(_reply, api), api.READ))
         counted = self._through(_count, messages_api.READ)
         app.router.add_post("/v1/messages/count_tokens", counted)
         app.router.add_get("/v1/models", self._models)
@@ -158,34 +195,15 @@ async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> we
         return _refusal("the rollout has failed; its environment reports why")
 
 
-async def _completion(chat: Chat, body: Mapping[str, Any]) -> web.Response:
-    has_usage = completions_api.has_usage(body)
-    answer = await completions_api.complete(chat, body)
+async def _reply(api: Any, chat: Chat, body: Mapping[str, Any]) -> web.Response:
+    found = await api.reply(chat, body)
     if body.get("stream"):
-        return _stream(completions_api.events(answer, has_usage))
-    return web.json_response(completions_api.whole(answer))
-
-
-async def _response(chat: Chat, body: Mapping[str, Any]) -> web.Response:
-    response = await responses_api.reply(chat, body)
-    if body.get("stream"):
-        return _stream(responses_api.events(response))
-    return web.json_response(response)
-
-
-async def _message(chat: Chat, body: Mapping[str, Any]) -> web.Response:
-    message = await messages_api.reply(chat, body)
-    if body.get("stream"):
-        return _stream(messages_api.events(message))
-    return web.json_response(message)
+        return web.Response(body=api.events(found, body), content_type="text/event-stream")
+    return web.json_response(found)
 
 
 async def _count(chat: Chat, body: Mapping[str, Any]) -> web.Response:
     return web.json_response(messages_api.count(chat, body))
-
-
-def _stream(events: bytes) -> web.Response:
-    return web.Response(body=events, content_type="text/event-stream")
 
 
 def _refusal(message: str, status: int = 400, code: str | None = None) -> web.Response:

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat, TypeAdapter
 
 from grpo_core.tree.environment_values import environment_name
+from grpo_env.bridges import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.episodes import EpisodeTask, Result, Shown
-from grpo_env.bridges.errors import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.harbor_tasks import HarborDirectory, read_task, task_directories
 from grpo_env.sandbox.container import Container, build, container, require_engine
 from grpo_env.sandbox.engine import OUTPUT_BYTES

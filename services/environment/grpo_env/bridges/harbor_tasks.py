@@ -31,7 +31,7 @@ from pydantic import (
 
 from grpo_core.errors import problems_of
 from grpo_core.settings.command import holds_secret
-from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges import EnvironmentUnusable
 from grpo_env.sandbox.container import Resources
 
 log = structlog.get_logger()

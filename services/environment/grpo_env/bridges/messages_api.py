@@ -135,7 +135,7 @@ def _content(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call["id"], "name": name, "input": given}
 
 
-def events(message: Mapping[str, Any]) -> bytes:
+def events(message: Mapping[str, Any], _body: Mapping[str, Any]) -> bytes:
     """The message as the events of a stream."""
     lines = (f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in _events(message))
     return "".join(lines).encode()

@@ -14,8 +14,8 @@ import yaml
 
 from grpo_core.tree.environment_values import environment_name
 from grpo_core.wire.fields import FLOAT32_MAX
+from grpo_env.bridges import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.episodes import EpisodeTask, Result, Shown, action_text
-from grpo_env.bridges.errors import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.openenv_server import ActionInvalid, LocalServer, Server, Session
 from grpo_env.tasks import Answer, Message, RolloutFailed, Row, Split, TaskOptions
 from grpo_env.tasks.rows import rows_of

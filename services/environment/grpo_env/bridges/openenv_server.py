@@ -24,7 +24,7 @@ from grpo_core.service_url import ServiceUrl
 from grpo_core.settings.command import holds_secret
 from grpo_core.sockets import proxy_for
 from grpo_core.temporary import temporary_directory
-from grpo_env.bridges.errors import EnvironmentLost, EnvironmentUnusable
+from grpo_env.bridges import EnvironmentLost, EnvironmentUnusable
 from grpo_env.tasks import RolloutFailed
 
 _START_S = 120.0

@@ -154,7 +154,7 @@ def _usage(answer: ChatAnswer) -> dict[str, Any]:
     }
 
 
-def events(response: Mapping[str, Any]) -> bytes:
+def events(response: Mapping[str, Any], _body: Mapping[str, Any]) -> bytes:
     """The response as the events of a stream."""
     lines = []
     for number, event in enumerate(_events(response)):

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from grpo_env.bridges import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.episodes import SEED, EpisodeTask, Result, Shown, action_text
-from grpo_env.bridges.errors import EnvironmentUnusable, refuse_options
 from grpo_env.tasks import Answer, Message, Row, TaskOptions
 
 _PLAYER = 0

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
-from grpo_env.bridges.errors import DATA_OPTIONS, EnvironmentUnusable, refuse_options
+from grpo_env.bridges import DATA_OPTIONS, EnvironmentUnusable, refuse_options
 from grpo_env.tasks import Task, TaskOptions
 
 _INSTALL = "docs/how-to/verifiers.md shows how to install it"
@@ -42,8 +42,8 @@ class VerifiersTask(Task):
         self.max_sequences = int(self.arguments.pop(_MAX_SEQUENCES, self.max_sequences))
 
 
-def verifiers_task(env_id: str, options: TaskOptions) -> VerifiersTask:
-    """The task whose rollouts an environment of verifiers conducts and rates.
+def is_classic(env_id: str, options: TaskOptions) -> bool:
+    """Whether an environment is one of verifiers before 0.4.
 
     Args:
         env_id: as verifiers names the environment: `my-env`, or `owner/my-env` of its hub
@@ -53,24 +53,18 @@ def verifiers_task(env_id: str, options: TaskOptions) -> VerifiersTask:
     """
     refuse_options(env_id, options, *DATA_OPTIONS)
     installed = _installed()
-    is_classic = hasattr(_imported(env_id), "load_environment")
-    if is_classic and installed >= _FIRST_V1:
+    has_loader = hasattr(_imported(env_id), "load_environment")
+    if has_loader and installed >= _FIRST_V1:
         raise EnvironmentUnusable(
             f"the environment {env_id} defines load_environment, which verifiers {_version()} no "
             "longer supports; install 'verifiers<0.4' instead"
         )
-    if not is_classic and installed < _FIRST_V1:
+    if not has_loader and installed < _FIRST_V1:
         raise EnvironmentUnusable(
             f"the environment {env_id} defines no load_environment; if it exports a Taskset, "
             f"install 'verifiers>=0.4' instead of verifiers {_version()}"
         )
-    if is_classic:
-        from grpo_env.bridges.verifiers_classic import ClassicEnvironment
-
-        return ClassicEnvironment(env_id, options)
-    from grpo_env.bridges.verifiers_v1 import V1Environment
-
-    return V1Environment(env_id, options)
+    return has_loader
 
 
 def _installed() -> tuple[int, ...]:

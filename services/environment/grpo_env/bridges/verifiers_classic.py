@@ -24,8 +24,8 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
+from grpo_env.bridges import EnvironmentUnusable
 from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, plain_message
-from grpo_env.bridges.errors import EnvironmentUnusable
 from grpo_env.bridges.verifiers import VerifiersTask
 from grpo_env.tasks import (
     ContextFull,

@@ -10,11 +10,10 @@ starts a Python process for each rollout and installs packages for it.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -26,9 +25,9 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
+from grpo_env.bridges import EnvironmentUnusable
 from grpo_env.bridges.chat import MODEL, Chat, plain_message
-from grpo_env.bridges.endpoint import CONTEXT_FULL, ChatEndpoint
-from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges.endpoint import CONTEXT_FULL, ChatEndpoint, HeldOpen
 from grpo_env.bridges.verifiers import VerifiersTask
 from grpo_env.tasks import Dialogue, Graded, Message, RolloutFailed, Row, Split, TaskOptions
 
@@ -73,8 +72,7 @@ class V1Environment(VerifiersTask):
         _require_permission(self._env, arguments)
         self._tasks: dict[int, vf.Task] = {}
         self._endpoint = ChatEndpoint(SESSION_ID_HEADER)
-        self._server: asyncio.Task[None] | None = None
-        self._serving = asyncio.Event()
+        self._serving = HeldOpen(self._served)
 
     def rows(self, split: Split) -> Sequence[Row] | None:
         """The tasks, as their data; None for evaluation, because a taskset has no splits.
@@ -116,7 +114,7 @@ class V1Environment(VerifiersTask):
             RolloutFailed: the environment ended the rollout with an error.
             Exception: of the dialogue.
         """
-        await self._started()
+        await self._serving.wait()
         chat, opened = Chat(dialogue), list[str]()
 
         def open_session(trace: vf.Trace) -> None:
@@ -138,24 +136,12 @@ class V1Environment(VerifiersTask):
         return _graded(self.env_id, episode)
 
     def close(self) -> None:
-        """Ends the servers, as soon as their event loop runs again."""
-        if self._server is not None:
-            self._server.cancel()
+        self._serving.close()
 
-    async def _started(self) -> None:
-        if self._server is None:
-            self._server = asyncio.create_task(self._serve())
-        waiting = asyncio.create_task(self._serving.wait())
-        await asyncio.wait({self._server, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if self._server.done():
-            self._server.result()
-
-    async def _serve(self) -> None:
-        """Hold the servers in one task: some must be closed by the task that opened them."""
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
         async with self._endpoint, self._env.serving():
-            self._serving.set()
-            await asyncio.Event().wait()
+            yield
 
 
 def _config(env_id: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges import EnvironmentUnusable
 from grpo_env.bridges.harbor import HarborTask, _Episode, rewards_from
 from grpo_env.bridges.harbor_tasks import read_task, task_directories
 from grpo_env.sandbox.container import Container, Resources

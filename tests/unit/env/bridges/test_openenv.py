@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import WSMsgType, test_utils, web
 
-from grpo_env.bridges.errors import EnvironmentUnusable
+from grpo_env.bridges import EnvironmentUnusable
 from grpo_env.bridges.openenv import (
     OpenEnvTask,
     action_from,
