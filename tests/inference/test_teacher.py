@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from grpo_core.clients.inference import GenerateAnswer
 from grpo_core.errors import RequestRefused
-from grpo_env.inference.teacher import TeacherClient, TeacherTokenizerDiffers
+from grpo_env.rollout.teacher import TeacherClient, TeacherTokenizerDiffers
 from tests.fixtures.inference import InferenceServer
 from tests.support.wait import DEADLINE_S
 

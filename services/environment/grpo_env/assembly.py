@@ -13,7 +13,6 @@ import structlog
 from grpo_core.security import plain
 from grpo_core.tree.environment_values import AGENT, UNIFORM, MixturePart
 from grpo_env.inference.pool import InferencePool
-from grpo_env.inference.teacher import TeacherClient
 from grpo_env.inference.waiting import wait_for_servers
 from grpo_env.loading import TaskSpec, TaskUnusable, find_rule
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
@@ -21,7 +20,7 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grader
 from grpo_env.rollout.groups import Generate, SamplingPlan
 from grpo_env.rollout.task_code import TaskCode
-from grpo_env.rollout.teacher import Teacher
+from grpo_env.rollout.teacher import Teacher, TeacherClient
 from grpo_env.sandbox import use_sandbox
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Task, TaskOptions

@@ -16,7 +16,7 @@ class EnvServerSettings(EnvironmentOptions):
         # The tasks; a mistyped option needs none of them.
         from grpo_env.loading import problem_of, problem_of_agent, problem_of_rule
         from grpo_env.sandbox import SandboxUnusable, sandbox_of
-        from grpo_env.sandbox.choice import AUTO
+        from grpo_env.sandbox.code import AUTO
 
         for task in [part.task for part in self.mixture] or [self.task]:
             if problem := problem_of(task):

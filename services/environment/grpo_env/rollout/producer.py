@@ -14,11 +14,11 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.run_api import QUEUE_FULL
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
-from grpo_env.inference.teacher import TeacherUnavailable
 from grpo_env.pacing import FailureBudget, RefusalLimit, RewardFailures
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
+from grpo_env.rollout.teacher import TeacherUnavailable
 from grpo_env.rollout.untrained import UntrainedRollouts
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.item_stream import ItemStream

@@ -20,7 +20,7 @@ from grpo_env.pacing import RolloutsFail
 from grpo_env.rollout.chat_template import ChatTemplate, TokenizerUnusable, load_template
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.producer import GroupProducer
-from grpo_env.sandbox.choice import VARIABLE
+from grpo_env.sandbox.code import VARIABLE
 from grpo_env.settings import load_env_settings
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.item_stream import ItemStream

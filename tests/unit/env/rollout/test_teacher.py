@@ -14,17 +14,17 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from grpo_core.errors import ProtocolViolation, ServiceUnavailable
-from grpo_env.inference.teacher import (
+from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused
+from grpo_env.rollout.chat_template import ChatTemplate, load_template
+from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup
+from grpo_env.rollout.producer import GroupProducer
+from grpo_env.rollout.teacher import (
+    Teacher,
     TeacherClient,
     TeacherTokenizerDiffers,
     TeacherUnavailable,
     TeacherUnusable,
 )
-from grpo_env.pacing import MAX_REFUSED_IN_A_ROW, EveryGroupRefused
-from grpo_env.rollout.chat_template import ChatTemplate, load_template
-from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup
-from grpo_env.rollout.producer import GroupProducer
-from grpo_env.rollout.teacher import Teacher
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Dialogue, Message, Row
 from grpo_env.tasks.items import Draw
