@@ -1,5 +1,5 @@
-"""The sandbox that `--sandbox` of `env-server` chooses for all its processes, and what runs Python and
-shell code of a model in it.
+"""The sandbox that `--sandbox` of `env-server` chooses for all its processes, and what runs Python
+and shell code of a model in it.
 
 For rewards and tools: functions that wait, and coroutines with the same arguments.
 """
