@@ -27,10 +27,6 @@ _CHECK_EVERY_S = 1.0
 _UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
 
 
-async def _stays() -> bool:
-    return False
-
-
 class Intake:
     """Carries out `POST /scored_data` and `POST /scored_data_list`.
 
@@ -53,7 +49,7 @@ class Intake:
         self._room_bytes = held_bytes
 
     async def submit(
-        self, submission: Submission, sender_left: Callable[[], Awaitable[bool]] = _stays
+        self, submission: Submission, sender_left: Callable[[], Awaitable[bool]]
     ) -> Outcomes:
         """Accept all groups, or none of them. A repeated submission gets the first answer again.
 
