@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock
 
 from grpo_api.dispatcher import BatchDispatcher
 from grpo_api.errors import StoreUnavailable
@@ -100,7 +101,9 @@ class Run:
         intake = self.intake_of_replica if replica else self.intake
         groups = [ScoredGroup.model_validate(group(marker, **changes)) for marker in markers]
         return [
-            await intake.submit(Submission([pack(one)], one.model_dump_json(), key))
+            await intake.submit(
+                Submission([pack(one)], one.model_dump_json(), key), AsyncMock(return_value=False)
+            )
             for one in groups
         ]
 
