@@ -118,23 +118,6 @@ async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactl
     assert http.status() == (3, 0)
 
 
-def test_a_trainer_that_starts_again_is_handed_what_it_had_not_saved(http: ApiClient) -> None:
-    url = str(http.base_url)
-    with registered(url) as trainer:
-        http.submit(*range(1, 9))
-        before = [next_batch(trainer) for _ in range(3)]
-        trainer.acknowledge(1)
-    with registered(url) as second:  # without a checkpoint: every unacknowledged batch
-        assert next_batch(second) == before[1]
-        second.resume_after(3)
-        second.register(Registration.model_validate(REGISTRATION))
-        assert next_batch(second) == before[1]
-    with registered(url) as third:  # killed between its checkpoint and the acknowledgement
-        third.resume_after(2)
-        assert next_batch(third) == before[2]
-        assert markers(next_batch(third)) == (4, [7, 8])
-
-
 @pytest.mark.parametrize("cut", [Cut.NOTHING, Cut.REQUEST, Cut.ANSWER])
 def test_a_batch_requested_ahead_is_the_next_one(
     http: ApiClient, network: Network, trainer: TrainerClient, cut: Cut

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,8 @@ from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import EnvironmentClient, TrainerClient
 from grpo_core.errors import UnknownBatch
-from grpo_core.process import ManagedProcess
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_runs.process.ports import free_port
 from grpo_trainer.checkpoint.resume import rejoin
 from grpo_trainer.data.batches import EnvironmentWatch, Position
 from grpo_trainer.errors import LostBatches
@@ -25,16 +22,11 @@ from tests.integration.run_api_calls import ApiClient, group
 from tests.integration.run_store_rig import Run
 from tests.integration.test_resume import found, save, settings
 from tests.support.batches import next_batch
-from tests.support.redis_server import start_redis
+from tests.support.redis_server import OwnRedis
 from tests.support.wait import DEADLINE_S
 
 
-@dataclass
-class LossyRedis:
-    directory: Path
-    port: int
-    process: ManagedProcess
-
+class LossyRedis(OwnRedis):
     @property
     def _file(self) -> Path:
         return self.directory / "appendonly.aof"
@@ -47,13 +39,12 @@ class LossyRedis:
         """Kill Redis, and start it with what `remember` copied."""
         self.process.kill()
         shutil.copy(self._file.with_suffix(".earlier"), self._file)
-        self.process = start_redis(self.port, self.directory)
+        self.start()
 
 
 @pytest.fixture(scope="module")
 def lossy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LossyRedis]:
-    directory, port = tmp_path_factory.mktemp("redis"), free_port()
-    redis = LossyRedis(directory, port, start_redis(port, directory))
+    redis = LossyRedis(tmp_path_factory.mktemp("redis"))
     yield redis
     redis.process.stop()
 
@@ -61,8 +52,7 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LossyRedis]:
 @pytest.fixture(scope="module")
 def apis(lossy: LossyRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningApi]]:
     """Two run-api processes of one run."""
-    url = f"redis://127.0.0.1:{lossy.port}/0"
-    running = [start_run_api(url, tmp_path_factory.mktemp("run-api")) for _ in range(2)]
+    running = [start_run_api(lossy.url, tmp_path_factory.mktemp("run-api")) for _ in range(2)]
     yield running
     for api in running:
         api.process.stop()

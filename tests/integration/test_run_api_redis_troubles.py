@@ -30,30 +30,13 @@ from grpo_runs.process.ports import free_port
 from tests.fixtures.run_api import RUN_ID, start_run_api
 from tests.integration.conftest import forget_env_ids
 from tests.integration.run_api_calls import ApiClient, bulky, group, leased
-from tests.support.redis_server import start_redis
+from tests.support.redis_server import OwnRedis
 from tests.support.wait import DEADLINE_S, wait_for
 
 SHORT_S = 0.5
 """Deadline of requests in tests in which Redis does not return."""
 PROBE_S = 1.0
 """Deadline of a probe, independent of that of requests."""
-
-
-class OwnRedis:
-    """A Redis process for these tests alone.
-
-    It restarts with the same port and files.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._port = free_port()
-        self.url = f"redis://127.0.0.1:{self._port}/0"
-        self.admin = redis.Redis.from_url(self.url, socket_timeout=DEADLINE_S)
-        self.start()
-
-    def start(self) -> None:
-        self.process = start_redis(self._port, self._directory)
 
 
 @pytest.fixture(scope="module")

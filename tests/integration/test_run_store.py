@@ -45,13 +45,14 @@ async def test_repeated_calls_happen_once(run: Run) -> None:
     assert await run.poll() == [3, 4, 5]
 
 
-async def test_polls_side_by_side_are_handed_different_batches(run: Run) -> None:
+@pytest.mark.parametrize("script", ["batch_candidates", "lease_batch"])
+async def test_polls_side_by_side_are_handed_different_batches(run: Run, script: str) -> None:
     await run.submit(1, 2, 3, 4, 5, 6)
 
     async def another_replica_leases() -> None:
         assert await run.poll(replica=True) == [1, 2]
 
-    run.link.before["lease_batch"] = another_replica_leases
+    run.link.before[script] = another_replica_leases
     async with run.answer() as second, run.answer(replica=True) as third:
         assert await run.markers(second) == [3, 4]
         assert await run.markers(third) == [5, 6]

@@ -25,7 +25,7 @@ from grpo_vllm.weights.served_store import (
     RedisUnreachable,
     ServedWeights,
 )
-from tests.support.redis_server import start_redis
+from tests.support.redis_server import OwnRedis, start_redis
 from tests.support.wait import DEADLINE_S, wait_for_async
 
 NEVER_AGAIN_S = 1000.0
@@ -100,20 +100,18 @@ async def test_no_redis_is_a_named_error_without_the_password() -> None:
 async def test_a_record_that_could_not_be_read_is_not_replaced_by_the_model(
     tmp_path: Path, run_id: str
 ) -> None:
-    port = free_port()
-    url = f"redis://127.0.0.1:{port}/0"
-    process = start_redis(port, tmp_path)
-    async with RedisServedStore(url, run_id) as record:
+    server = OwnRedis(tmp_path)
+    async with RedisServedStore(server.url, run_id) as record:
         await record.save(TORN)
-    process.stop()
-    async with RedisServedStore(url, run_id, required=False) as late:
+    server.process.stop()
+    async with RedisServedStore(server.url, run_id, required=False) as late:
         assert await late.read(DEADLINE_S) is None
-        process = start_redis(port, tmp_path)
+        server.start()
         await late.save(FIRST)
-        assert await stored(url, run_id) == TORN
+        assert await stored(server.url, run_id) == TORN
         await late.save(LATEST)
-        assert await stored(url, run_id) == LATEST
-    process.stop()
+        assert await stored(server.url, run_id) == LATEST
+    server.process.stop()
 
 
 class NotesAttempts(RedisServedStore):

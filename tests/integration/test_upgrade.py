@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from grpo_core.clients.run_api import TrainerClient
-from grpo_runs.process.ports import free_port
 from tests.fixtures.run_api import start_run_api
 from tests.integration.run_api_calls import ApiClient
 from tests.support.batches import next_batch
-from tests.support.redis_server import start_redis
+from tests.support.redis_server import OwnRedis
 from tests.support.wait import DEADLINE_S
 from tests.upgrade.make_golden import GOLDEN, PART, QUEUED
 from tests.upgrade.run import (
@@ -48,13 +47,12 @@ def golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def http(golden: dict[str, Any], tmp_path: Path) -> Iterator[ApiClient]:  # noqa: ARG001
-    port = free_port()
-    redis = start_redis(port, tmp_path / REDIS)
-    api = start_run_api(f"redis://127.0.0.1:{port}/0", tmp_path, run_id=RUN_ID)
+    redis = OwnRedis(tmp_path / REDIS)
+    api = start_run_api(redis.url, tmp_path, run_id=RUN_ID)
     with ApiClient(base_url=api.url, timeout=DEADLINE_S) as client:
         yield client
     api.process.stop()
-    redis.stop()
+    redis.process.stop()
 
 
 @pytest.mark.usefixtures("golden")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import redis
+
 from grpo_core.process import ManagedProcess
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, bundled_redis, redis_command
+from grpo_runs.process.ports import free_port
+from tests.support.wait import DEADLINE_S
 
 
 def start_redis(
@@ -26,3 +30,16 @@ def start_redis(
         process.kill()
         raise
     return process
+
+
+class OwnRedis:
+    """Of some tests alone. It starts again with the same port and files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.port = directory, free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.admin = redis.Redis.from_url(self.url, socket_timeout=DEADLINE_S)
+        self.start()
+
+    def start(self) -> None:
+        self.process = start_redis(self.port, self.directory)
