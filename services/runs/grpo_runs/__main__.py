@@ -11,7 +11,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -71,30 +71,6 @@ def compare() -> None:
     _run(settings, "commands.compare_modes", "compare_modes")
 
 
-def evaluate() -> None:
-    """`grpo-eval`"""
-    _run(
-        load_settings(EvalSettings, sys.argv[1:], at_start=True),
-        "commands.evaluate",
-        "evaluate_models",
-    )
-
-
-def report() -> None:
-    """`grpo-report`"""
-    _run(load_settings(ReportSettings, sys.argv[1:], at_start=True), "commands.rollouts", "report")
-
-
-def watch() -> None:
-    """`grpo-watch`"""
-    _run(load_settings(WatchSettings, sys.argv[1:], at_start=True), "watch.serve", "watch")
-
-
-def sft() -> None:
-    """`grpo-sft`"""
-    _run(load_settings(SftSettings, sys.argv[1:], at_start=True), "commands.sft", "train")
-
-
 def rollouts() -> None:
     """`grpo-rollouts`"""
     settings = load_settings(RolloutsSettings, sys.argv[1:], at_start=True)
@@ -109,6 +85,16 @@ def _run(settings: CommandSettings, module: str, function: str) -> NoReturn:
     from grpo_runs.screen import Screen
 
     raise SystemExit(getattr(command, function)(settings, Screen()))
+
+
+def _command(kind: type[CommandSettings], module: str, function: str) -> Callable[[], NoReturn]:
+    return lambda: _run(load_settings(kind, sys.argv[1:], at_start=True), module, function)
+
+
+evaluate = _command(EvalSettings, "commands.evaluate", "evaluate_models")
+report = _command(ReportSettings, "commands.rollouts", "report")
+sft = _command(SftSettings, "commands.sft", "train")
+watch = _command(WatchSettings, "watch.serve", "watch")
 
 
 def command_lines_of_services(settings: RunSettings) -> Iterator[str]:

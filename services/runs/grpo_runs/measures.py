@@ -17,7 +17,7 @@ from grpo_runs.report.steps import numbers_of
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import Sampling, ServiceLogs
-from grpo_runs.watch.services import ProcessesFile, is_stage_of, read_file, runs, stage_of
+from grpo_runs.watch.services import Processes, is_stage_of, read_file, runs, stage_of
 
 READ_TIMEOUT_S = 5.0
 SERVERS_S = 3600.0
@@ -95,12 +95,12 @@ class MeasuresReader:
 
     def _has_begun(self) -> bool:
         """Whether the trainer of this run, and not of one before a resume, takes its first step."""
-        processes, stage = read_file(ProcessesFile, self._run.services), stage_of(self._run)
+        processes, stage = read_file(Processes, self._run.services), stage_of(self._run)
         return bool(processes and stage and is_stage_of(stage, processes.services))
 
     def _most_dropping(self) -> Sampling | None:
         """Of the environments that run and have reported, the one that drops the largest share."""
-        processes = read_file(ProcessesFile, self._run.services)
+        processes = read_file(Processes, self._run.services)
         pids, began = (processes.services, processes.runner.created) if processes else ({}, 0.0)
         reports = (
             one

@@ -334,7 +334,7 @@ def read_config(settings_type: type[CommandSettings], path: Path) -> Found:
     def where(key: str) -> str:
         return f"{path}:{lines[key]}: {key}" if key in lines else f"{path}: {key}"
 
-    pairs = [*_flat(settings_type, prepared)]
+    pairs = [*flat(settings_type, prepared)]
     found = read_keys(settings_type, [(key, value, where(key)) for key, value in pairs], dashes="")
     found.problems += [
         f"{where(name)}: expected a section, with an option on each line"
@@ -350,7 +350,7 @@ def _is_section(settings_type: type[CommandSettings], key: str) -> bool:
     return command.sections and key in command.groups and not names.find(key.replace("_", "-"))
 
 
-def _flat(
+def flat(
     settings_type: type[CommandSettings], content: Mapping[Any, Any], section: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """`{env: {seed: 1}}` → `env.seed`, 1. An option whose value is a mapping keeps it."""
@@ -360,7 +360,7 @@ def _flat(
         name = f"{section}{key}"
         found = names.find(name.replace("_", "-"))
         if isinstance(value, dict) and not (found and options[found.field].is_mapping):
-            yield from _flat(settings_type, value, f"{name}.")
+            yield from flat(settings_type, value, f"{name}.")
         elif section or found or name not in settings_type.command.groups:
             yield name, value
 

@@ -20,13 +20,13 @@ from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS, url_variables
 from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
-from grpo_runs.process.stack import MIB, Service, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested, start_on_screen
 from grpo_runs.report.summary import counted
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module, words_of
 from grpo_runs.settings.evaluate import EvalSettings
-from grpo_runs.settings.views import HOST, MAX_NUM_SEQS, url
+from grpo_runs.settings.views import HOST, url
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.news import ServiceNews
 
@@ -123,7 +123,6 @@ def inference_server(
     settings: EvalSettings, probe: HealthProbe, port: int, model: str, flags: Sequence[str]
 ) -> Service:
     """Args: flags: for the adapters"""
-    memory, gpu_share = settings.served_kv_cache_mib, settings.gpu_memory_utilization
     return Service(
         name="vllm-server",
         role="samples completions from the policy",
@@ -133,13 +132,13 @@ def inference_server(
             *("--host", HOST, "--port", port, "--health-port", free_port()),
             *("--redis-url", "none"),
             *flags,
-            *("--dtype", settings.weights_dtype),
-            *("--max-model-len", settings.served_length),
-            *("--max-num-seqs", MAX_NUM_SEQS),
-            *(("--enforce-eager",) if settings.starts_eager else ()),
-            *(("--gpu-memory-utilization", gpu_share) if settings.on_gpu else ()),
-            *(("--kv-cache-memory-bytes", memory * MIB) if memory else ()),
-            *("--seed", settings.seed),
+            *settings.engine_words(
+                settings.weights_dtype,
+                settings.served_length,
+                settings.seed,
+                settings.served_kv_cache_mib,
+                settings.gpu_memory_utilization,
+            ),
             *settings.server_options,
         ),
         healthy=lambda: probe.answers(url(port)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,10 +15,8 @@ from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.tree.weights import ModeName
 from grpo_core.weights.servers import ServerStatus
 from grpo_runs.modes import Mode
-from grpo_runs.process.stack import MIB
-from grpo_runs.report.steps import MetricsFile, StepRecord
-from grpo_runs.run_directory import ONE_OF_SERVERS, ONE_SERVER, RunDirectory
-from grpo_runs.screen import Screen
+from grpo_runs.report.steps import StepRecord
+from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.logs import DROPPED, LOST, SENT
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -249,174 +247,3 @@ def closing_lines(run: RunDirectory, mode: Mode, more: str, has_report: bool) ->
 
 def _table(facts: Mapping[str, str]) -> list[str]:
     return [f"{name + ':':<10}{fact}" for name, fact in facts.items()]
-
-
-NOT_KNOWN = "-"
-LINES_PER_RUN = 10
-
-
-class ModeResult(BaseModel):
-    """The result of one run: either `facts` or `failure`."""
-
-    model_config = ConfigDict(frozen=True)
-
-    mode: ModeName
-    run: Path
-    log: Path
-    """The output of the run."""
-    facts: RunFacts | None = None
-    failure: str | None = None
-
-    @property
-    def problems(self) -> list[str]:
-        """Why the run is not a success, one line each; empty if it is."""
-        if self.facts is None:
-            return [f"{self.mode} failed: {self.failure}; see {self.log}"]
-        if not self.facts.servers:
-            return [f"{self.mode}: the server did not report how many requests it dropped"]
-        dropped = self.facts.dropped_requests
-        return (
-            [f"{self.mode}: the server dropped {dropped} requests; expected 0"] if dropped else []
-        )
-
-
-class ModeComparison(BaseModel):
-    """`comparison.json`."""
-
-    model_config = ConfigDict(frozen=True)
-
-    steps: int
-    seed: int
-    cores: int
-    side_by_side: bool
-    passed_on: list[str]
-    """Options of every run."""
-    results: list[ModeResult]
-
-    @property
-    def problems(self) -> list[str]:
-        return [problem for result in self.results for problem in result.problems]
-
-
-Measure = Callable[[RunFacts], float | None]
-
-
-def _trainer(name: str, scale: int = 1) -> Measure:
-    """A value of the trainer's `benchmark.json`, divided by `scale`."""
-
-    def measure(facts: RunFacts) -> float | None:
-        value: float | None = getattr(facts.benchmark, name) if facts.benchmark else None
-        return value if value is None or scale == 1 else value / scale
-
-    return measure
-
-
-def _servers(name: str) -> Measure:
-    """A number of the servers' last statuses, added up."""
-
-    def measure(facts: RunFacts) -> float | None:
-        return sum(getattr(each, name) for each in facts.servers) if facts.servers else None
-
-    return measure
-
-
-def _peak_mib(*services: str) -> Measure:
-    """Of the processes whose names begin with one of these."""
-
-    def measure(facts: RunFacts) -> float | None:
-        found = [peak for name, peak in facts.peak_bytes.items() if name.startswith(services)]
-        return sum(found) / MIB if found else None
-
-    return measure
-
-
-def _generated_per_s(facts: RunFacts) -> float | None:
-    """Tokens per second of training, restarts included."""
-    tokens = _servers("generation_tokens")(facts)
-    return None if tokens is None else tokens / facts.summary.training_s
-
-
-ROWS: Mapping[str, tuple[Measure, str]] = {
-    "total time with start and stop (s)": (lambda f: f.summary.total_s, ".1f"),
-    "training (s)": (lambda f: f.summary.training_s, ".1f"),
-    "steps": (lambda f: f.summary.steps, "d"),
-    "all steps (s)": (lambda f: f.summary.step_s * f.summary.steps, ".1f"),
-    "a step, mean (s)": (lambda f: f.summary.step_s, ".2f"),
-    "all weight sync (s)": (lambda f: f.summary.sync_s * f.summary.steps, ".1f"),
-    "weight sync per step, mean (s)": (lambda f: f.summary.sync_s, ".2f"),
-    "a publication, mean (s)": (_trainer("sync_s_mean"), ".2f"),
-    "all waits for data (s)": (lambda f: f.summary.fetch_s * f.summary.steps, ".1f"),
-    "wait for data per step, mean (s)": (lambda f: f.summary.fetch_s, ".2f"),
-    "peak GPU memory, trainer (MiB)": (_trainer("peak_cuda_bytes", MIB), ".0f"),
-    "mean GPU memory, trainer (MiB)": (_trainer("cuda_bytes_mean", MIB), ".0f"),
-    "peak resident memory, trainer (MiB)": (_trainer("peak_rss_bytes", MIB), ".0f"),
-    "mean resident memory, trainer (MiB)": (_trainer("rss_bytes_mean", MIB), ".0f"),
-    "peak memory, trainer (MiB)": (_peak_mib("trainer"), ".0f"),
-    "peak memory, server (MiB)": (_peak_mib(ONE_SERVER, ONE_OF_SERVERS), ".0f"),
-    "checkpoint on disk (MiB)": (_trainer("checkpoint_bytes", MIB), ".1f"),
-    "trained model on disk (MiB)": (_trainer("model_bytes", MIB), ".1f"),
-    "trained adapter on disk (MiB)": (_trainer("adapter_bytes", MIB), ".1f"),
-    "generated tokens per second": (_generated_per_s, ".0f"),
-    "publications": (_trainer("publishes"), "d"),
-    "engine restarts": (_servers("restarts"), "d"),
-    "engine crashes": (_servers("crashes"), "d"),
-    "dropped requests": (_servers("dropped_requests"), "d"),
-    "reward, first tenth of the steps": (lambda f: f.summary.first_reward, ".3f"),
-    "reward, last tenth of the steps": (lambda f: f.summary.last_reward, ".3f"),
-}
-
-
-def table_lines(results: Sequence[ModeResult]) -> list[str]:
-    """A table in GitHub's Markdown: a line per measure, a column per mode."""
-    head = ["", *(f"`{result.mode}`" for result in results)]
-    rows = [["result", *("ok" if result.facts else "failed" for result in results)]]
-    for title, (measure, form) in ROWS.items():
-        values = [measure(result.facts) if result.facts else None for result in results]
-        rows.append([title, *(NOT_KNOWN if v is None else format(v, form) for v in values)])
-    return [_line(head), _line(["---", *("---:" for _ in results)]), *map(_line, rows)]
-
-
-def document(comparison: ModeComparison, plot: str) -> str:
-    """`comparison.md`."""
-    how = "all at once" if comparison.side_by_side else "one after another"
-    options = " ".join(comparison.passed_on) or "none"
-    return "\n".join(
-        [
-            "# Modes compared",
-            "",
-            f"{comparison.steps} steps each, seed {comparison.seed}, {how}, on "
-            f"{comparison.cores} cores; more options: {options}.",
-            "",
-            *table_lines(comparison.results),
-            "",
-            *(f"- {problem}" for problem in comparison.problems),
-            *([""] if comparison.problems else []),
-            "The trainer measures all times but the first two, and its own GPU and resident memory "
-            "after each step. Peak memory is the proportional set size "
-            "of a process and its children, sampled every five seconds: pages that server and "
-            "trainer share count once. Generated tokens are counted by the server during training. "
-            "The LoRA modes have a higher learning rate.",
-            "",
-            f"![reward by step and by time]({plot})",
-            "",
-        ]
-    )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def show_new_steps(metrics: Mapping[ModeName, MetricsFile], screen: Screen) -> None:
-    """Show a line after the first step of a run, and then one per tenth of the run.
-
-    Raises:
-        ProtocolViolation: a metrics file breaks its contract.
-    """
-    for mode, file in metrics.items():
-        for record in file.read_new():
-            if record.step == 1 or record.step % max(1, record.steps // LINES_PER_RUN) == 0:
-                screen.line(
-                    f"{mode:<12} step {record.step:>4}/{record.steps}  "
-                    f"reward {record.reward_mean:.3f}  {record.time_s:7.1f} s"
-                )

@@ -21,8 +21,7 @@ from grpo_core.settings import (
 )
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.options import COMMON, Names, options_of
-from grpo_core.settings.sources import as_words
-from grpo_core.tree.sections import VIEWS
+from grpo_core.settings.sources import as_words, flat
 from grpo_core.tree.weights import ModeName
 from grpo_runs.run_directory import RUNS, unusable
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings
@@ -87,14 +86,13 @@ class CompareSettings(CommandSettings):
         own: dict[str, Any] = {}
         words: list[str] = []
         names = Names(DemoSettings.command, options_of(DemoSettings))
-        for section, below in content.items():
-            for name, value in _below(str(section), below):
-                found = names.find(name.replace("_", "-"))
-                field = found.field if found else name.replace("-", "_")
-                if field in cls.model_fields:
-                    own[field] = value
-                elif field not in SET_FOR_EACH_RUN:
-                    words += as_words(name, value)
+        for name, value in flat(DemoSettings, content):
+            found = names.find(name.replace("_", "-"))
+            field = found.field if found else name.replace("-", "_")
+            if field in cls.model_fields:
+                own[field] = value
+            elif field not in SET_FOR_EACH_RUN:
+                words += as_words(name, value)
         return own | ({"run_options": [*own.get("run_options", ()), *words]} if words else {})
 
     @property
@@ -147,13 +145,3 @@ class CompareSettings(CommandSettings):
             except OptionsInvalid as error:
                 lines |= dict.fromkeys(error.lines)
         yield from (Mistake(None, line) for line in lines)
-
-
-def _below(section: str, value: Any) -> list[tuple[str, Any]]:
-    """`optim: {lr: 1}` → `optim.lr`, 1."""
-    is_section = section in (*DemoSettings.command.groups, *VIEWS) and isinstance(value, dict)
-    return (
-        [(f"{section}.{key}", one) for key, one in value.items()]
-        if is_section
-        else [(section, value)]
-    )

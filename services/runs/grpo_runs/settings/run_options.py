@@ -30,6 +30,7 @@ from grpo_runs.modes import MODES, Mode
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
 LOOPBACK = "127.0.0.1"
+MAX_NUM_SEQS = 256
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -61,6 +62,18 @@ class ServerHere(CommandSettings):
     @property
     def starts_eager(self) -> bool:
         return self.eager if self.eager is not None else not self.on_gpu
+
+    def engine_words(
+        self, dtype: str, max_model_len: int, seed: int, kv_cache_mib: int | None, gpu_share: float
+    ) -> list[str]:
+        """Options of vLLM. Without `gpu_share` vLLM would take nearly all of a GPU."""
+        words = ["--dtype", dtype, "--max-model-len", str(max_model_len)]
+        words += ["--max-num-seqs", str(MAX_NUM_SEQS), "--seed", str(seed)]
+        words += ["--enforce-eager"] if self.starts_eager else []
+        words += ["--gpu-memory-utilization", str(gpu_share)] if self.on_gpu else []
+        return words + (
+            ["--kv-cache-memory-bytes", str(kv_cache_mib * 2**20)] if kv_cache_mib else []
+        )
 
 
 SETS_ITSELF = (

@@ -24,7 +24,6 @@ from grpo_runs.run_directory import RunDirectory, server_names
 from grpo_runs.settings.run_options import RunOptions
 
 HOST = "127.0.0.1"
-MAX_NUM_SEQS = 256
 RESIDENT_ADAPTERS = 2
 """The newest one, and the previous one until its requests in flight are answered."""
 WARMUP_STEPS = 5
@@ -252,15 +251,13 @@ def vllm_words(settings: RunOptions, model: str) -> list[str]:
         share = ["--gpu-memory-utilization", utilization] if has_share else []
         return [*dtype, *share, "--max-model-len", str(length)]
     sizes = settings.sizes
-    words = ["--dtype", settings.weights_dtype, "--max-model-len", str(sizes.max_model_len)]
-    words += ["--max-num-seqs", str(MAX_NUM_SEQS), "--seed", str(settings.seed)]
-    words += ["--enforce-eager"] if settings.starts_eager else []
-    if settings.on_gpu:
-        # vLLM would take nearly all of a GPU, and the trainer needs the rest.
-        words += ["--gpu-memory-utilization", str(sizes.gpu_memory_utilization)]
-    if sizes.kv_cache_mib:
-        words += ["--kv-cache-memory-bytes", str(sizes.kv_cache_mib * 2**20)]
-    return words
+    return settings.engine_words(
+        settings.weights_dtype,
+        sizes.max_model_len,
+        settings.seed,
+        sizes.kv_cache_mib,
+        sizes.gpu_memory_utilization,
+    )
 
 
 def environment_values(settings: RunOptions, places: Places, task: str) -> dict[str, Any]:

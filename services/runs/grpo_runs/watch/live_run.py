@@ -36,7 +36,7 @@ from grpo_runs.watch.metrics_log import PARTS, MetricsLog, Row
 from grpo_runs.watch.services import (
     STAGES,
     MemorySample,
-    Runner,
+    Processes,
     ServiceFacts,
     is_stage_of,
     stage_of,
@@ -125,8 +125,8 @@ class LiveRun:
         with suppress(ValidationError, IndexError):  # a broken line
             newest = Progress.model_validate_json(lines[-1])
             step, steps = newest.step, newest.steps
-        runner = Runner.read(self.run.services)
-        word = self._word(runner, step, steps)
+        processes = Processes.read(self.run.services)
+        word = self._word(processes, step, steps)
         return {"state": word, "step": step, "steps": steps or self.settings().get("steps")}
 
     def read_files(self) -> MetricsLog:
@@ -192,20 +192,20 @@ class LiveRun:
         self.read_files()
         self._logs.read_new()
         self.evaluations()
-        runner = Runner.read(self.run.services)
+        processes = Processes.read(self.run.services)
         rows, record = self.log.rows, self.log.newest
         step = rows[-1].step if rows else 0
         steps = int(record["steps"]) if rows and "steps" in record else None
-        state = self._word(runner, step, steps)
-        is_running = runner is not None and runner.is_alive
-        api = self._ask_run_api(runner if is_running else None, now)
+        state = self._word(processes, step, steps)
+        is_running = processes is not None and processes.is_alive
+        api = self._ask_run_api(processes if is_running else None, now)
         eta = self._eta_s(step, steps) if is_running and state == "training" else None
         return {
             "run": self.id,
             "state": state,
             "step": step,
             "steps": steps or self.settings().get("steps"),
-            "services": self._services(runner, api),
+            "services": self._services(processes, api),
             "times": self._time_of_steps(),
             "queue": api["queue"],
             "staleness": record.get("staleness/mean"),
@@ -214,7 +214,7 @@ class LiveRun:
             "eta_text": None if eta is None else f"about {duration(eta)} left",
             "warnings": [one.shown() for one in self._logs.warnings.values()]
             + self._own_warnings(now)
-            + _error_of(runner),
+            + _error_of(processes),
             "alerts": api["alerts"],
             "newest_rollouts": max(self.steps_with_rollouts(), default=None),
             "untrained": {
@@ -223,28 +223,30 @@ class LiveRun:
             "last_evaluation": self._evaluated[1],
         }
 
-    def _word(self, runner: Runner | None, step: int, steps: int | None) -> str:
-        if runner is not None:
-            if runner.end:
-                return runner.end
-            if runner.is_alive:
-                return self._while_alive(runner, step)
+    def _word(self, processes: Processes | None, step: int, steps: int | None) -> str:
+        if processes is not None:
+            if processes.end:
+                return processes.end.state
+            if processes.is_alive:
+                return self._while_alive(processes, step)
             return "killed"
         return "completed" if steps and step >= steps else "not running, or not started here"
 
-    def _while_alive(self, runner: Runner, step: int) -> str:
+    def _while_alive(self, processes: Processes, step: int) -> str:
         """Before the first step what the trainer does. It may still load what it resumes from."""
         stage = stage_of(self.run)
-        if stage is not None and not is_stage_of(stage, runner.services):
+        if stage is not None and not is_stage_of(stage, processes.services):
             return "starting"
         return "training" if step else STAGES.get(stage.stage, stage.stage) if stage else "starting"
 
-    def _services(self, runner: Runner | None, api: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _services(
+        self, processes: Processes | None, api: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
         facts = ServiceFacts(
-            pids={} if runner is None else runner.services,
-            is_running=runner is not None and runner.is_alive,
-            began=0.0 if runner is None else runner.created,
-            left_over=frozenset() if runner is None else runner.left_over,
+            pids={} if processes is None else processes.services,
+            is_running=processes is not None and processes.is_alive,
+            began=0.0 if processes is None else processes.runner.created,
+            left_over=frozenset() if processes is None else processes.left_over,
             memory=self._newest_memory(),
             trainer=stage_of(self.run),
             environments=self._logs.sampling,
@@ -259,8 +261,8 @@ class LiveRun:
             self._memory = MemorySample.model_validate_json(lines[-1]).bytes
         return self._memory
 
-    def _ask_run_api(self, runner: Runner | None, now: float) -> dict[str, Any]:
-        url = runner.run_api_url if runner else None
+    def _ask_run_api(self, processes: Processes | None, now: float) -> dict[str, Any]:
+        url = processes.run_api_url if processes else None
         if url is None:
             self._api_away_since = None
             return {"queue": None, "servers": [], "alerts": []}
@@ -343,12 +345,12 @@ def _answer(url: str, token: str | None) -> Any:
         return None
 
 
-def _error_of(runner: Runner | None) -> list[dict[str, Any]]:
+def _error_of(processes: Processes | None) -> list[dict[str, Any]]:
     """The error that ended the run."""
-    if runner is None or not runner.error:
+    if processes is None or processes.end is None or not processes.end.text:
         return []
-    event, _, text = runner.error.partition(": ")
-    return [Warned(runner.ended_at, LAUNCHER, "error", event, printable(text)).shown()]
+    event, _, text = processes.end.text.partition(": ")
+    return [Warned(processes.end.time, LAUNCHER, "error", event, printable(text)).shown()]
 
 
 def duration(seconds: float) -> str:

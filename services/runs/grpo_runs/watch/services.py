@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -34,20 +35,11 @@ class Begun(BaseModel):
 
 
 class Ended(BaseModel):
-    """How a run ended, see `Runner`."""
+    """How a run ended. Args: time: Unix time in seconds; text: of the error, "" for none"""
 
     state: str
     time: FiniteFloat
     text: str
-
-
-class ProcessesFile(BaseModel):
-    """The content of `services.json`."""
-
-    runner: Begun
-    run_api_url: str | None
-    services: dict[str, Pid]
-    end: Ended | None
 
 
 class TrainerStage(BaseModel):
@@ -64,51 +56,35 @@ class MemorySample(BaseModel):
     bytes: dict[str, Annotated[int, Field(ge=0, lt=2**63)]]
 
 
-@dataclass(frozen=True)
-class Runner:
-    """`services.json`: the process that started the run, and what it started.
+class Processes(BaseModel):
+    """`services.json`: the process that started a run, and those that it started, by name."""
 
-    Args:
-        created: Unix time in seconds at which it began
-        end: how the run ended: completed, failed or stopped; "" before
-        error: name and text of the error that ended it; "" for none
-        ended_at: Unix time in seconds; 0 before
-        left_over: names of services that run although the command was killed
-        services: process ids by name
-    """
-
-    is_alive: bool
-    created: float
+    runner: Begun
     run_api_url: str | None
-    services: Mapping[str, int]
-    end: str
-    error: str = ""
-    ended_at: float = 0.0
-    left_over: frozenset[str] = frozenset()
+    services: dict[str, Pid]
+    end: Ended | None
+    _file: Path
 
     @classmethod
-    def read(cls, path: Path) -> Runner | None:
+    def read(cls, path: Path) -> Processes | None:
         """None for a run that was started otherwise."""
-        content = read_file(ProcessesFile, path)
-        if content is None:
-            return None
-        created, end = content.runner.created, content.end
-        is_alive = end is None and is_same_process(content.runner.pid, created)
-        left = frozenset[str]()
-        if not (is_alive or end):
-            noted_at = path.stat().st_mtime
-            services = content.services.items()
-            left = frozenset(name for name, pid in services if is_left_over(pid, created, noted_at))
-        return cls(
-            is_alive=is_alive,
-            created=created,
-            left_over=left,
-            run_api_url=content.run_api_url,
-            services=content.services,
-            end=end.state if end else "",
-            error=end.text if end else "",
-            ended_at=end.time if end else 0.0,
-        )
+        found = read_file(cls, path)
+        if found is not None:
+            found._file = path
+        return found
+
+    @cached_property
+    def is_alive(self) -> bool:
+        return self.end is None and is_same_process(self.runner.pid, self.runner.created)
+
+    @cached_property
+    def left_over(self) -> frozenset[str]:
+        """Names of services that run although the command was killed."""
+        if self.is_alive or self.end:
+            return frozenset()
+        began, noted_at = self.runner.created, self._file.stat().st_mtime
+        services = self.services.items()
+        return frozenset(name for name, pid in services if is_left_over(pid, began, noted_at))
 
 
 def read_file(kind: type[Model], path: Path) -> Model | None:
@@ -177,7 +153,7 @@ class ServiceFacts:
         pids: process ids by name
         began: Unix time in seconds at which the command began: what is older is of a run before a
             resume
-        left_over: see `Runner`
+        left_over: see `Processes`
         memory: bytes by name
         trainer: content of `stage.json`
         environments: their newest reports, by name
