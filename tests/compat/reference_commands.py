@@ -17,7 +17,6 @@ from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
 from grpo_runs.settings import CompareSettings, RunSettings
-from tests.compat import reference_commands as reference
 
 LIST = Path(__file__).parent / "reference_commands.txt"
 
@@ -118,11 +117,11 @@ def commands() -> Iterator[Command]:
 
 
 KINDS: Mapping[str, type[CommandSettings]] = {
-    reference.GRPO: CommandLine,
-    reference.GRPO_RUN: RunSettings,
-    reference.SERVER: ServerSettings,
-    reference.RUN_API: RunApiSettings,
-    reference.ENVIRONMENT: EnvServerSettings,
+    GRPO: CommandLine,
+    GRPO_RUN: RunSettings,
+    SERVER: ServerSettings,
+    RUN_API: RunApiSettings,
+    ENVIRONMENT: EnvServerSettings,
     COMPARE: CompareSettings,
 }
 NOT_OURS = "vLLM's own server; the documents name this command as a mistake"
@@ -148,7 +147,7 @@ class Outcome:
 
 def outcome(command: Command, model: str, port: int, *, dry_run: bool = False) -> Outcome:
     """Args: dry_run: check this machine too, as `--dry-run` does"""
-    if command.command == reference.STOCK_VLLM:
+    if command.command == STOCK_VLLM:
         return Outcome(NOT_OURS)
     kind = KINDS[command.command]
     words = [*command.for_ours(model, port), *(["--dry-run"] if dry_run else [])]

@@ -106,23 +106,10 @@ async def test_a_server_that_does_not_read_is_a_read_timeout() -> None:
                 )
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"http_proxy": "http://proxy:3128"}, "http://proxy:3128"),
-        ({"all_proxy": "http://proxy:3128"}, "http://proxy:3128"),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "run-api"}, None),
-        ({}, None),
-    ],
-)
-def test_a_proxy_of_the_environment_is_used(
-    variables: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert AiohttpTransport("http://run-api:8000", 1)._proxy == expected
+def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "elsewhere")
+    assert AiohttpTransport("http://run-api:8000", 1)._proxy == "http://proxy:3128"
 
 
 INFO = {

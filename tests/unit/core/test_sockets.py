@@ -22,6 +22,9 @@ KEEPALIVE = "02"
 """The timer in /proc/net/tcp of a connection that the kernel probes."""
 
 
+LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
+
+
 def with_http(port: int) -> None:
     with TrainerClient(f"http://127.0.0.1:{port}", 0.0) as client, suppress(ServiceUnavailable):
         client.status()
@@ -112,18 +115,28 @@ def first_bytes(listening: socket.socket) -> bytes:
         return connection.recv(1)
 
 
-def test_a_proxy_without_a_scheme_is_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "proxy:3128")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    assert proxy_for("http://run-api:8000") == "http://proxy:3128"
+PROXY = "http://proxy:3128"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
-def test_loopback_is_reached_without_a_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    monkeypatch.setenv("no_proxy", "run-api")
-    assert proxy_for(f"http://{host}:8000") is None
+@pytest.mark.parametrize(
+    ("variables", "host", "expected"),
+    [
+        ({"http_proxy": PROXY}, "run-api", PROXY),
+        ({"all_proxy": PROXY}, "run-api", PROXY),
+        ({"http_proxy": "proxy:3128"}, "run-api", PROXY),
+        ({"http_proxy": PROXY, "no_proxy": "run-api"}, "run-api", None),
+        *(({"http_proxy": PROXY, "no_proxy": "x"}, host, None) for host in LOOPBACK),
+        ({}, "run-api", None),
+    ],
+)
+def test_the_proxy_of_the_environment_leads_to_every_host_but_loopback(
+    variables: dict[str, str], host: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_for(f"http://{host}:8000") == expected
 
 
 def test_hosts_that_need_no_proxy_stay_so_beside_loopback() -> None:
