@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.scraping import series
 from tests.support.wait import wait_for
 
 REGISTRATION: dict[str, Any] = {
@@ -111,14 +111,8 @@ class ApiClient(httpx.Client):
     def acknowledge(self, trainer: int, batch_id: int) -> httpx.Response:
         return self.post(f"/batch/{batch_id}/ack", params={"trainer": trainer})
 
-    def scrape(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """Every series of `/metrics`, by name and sorted labels."""
-        answer = self.get("/metrics").raise_for_status()
-        return {
-            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(answer.text)
-            for sample in family.samples
-        }
+    def scrape(self) -> dict[str, float]:
+        return series(self.get("/metrics").raise_for_status().text)
 
     def run_facts(self) -> dict[str, float]:
         """The metrics of the run, without the prefix.
@@ -126,7 +120,7 @@ class ApiClient(httpx.Client):
         A scrape waits one second for Redis, too little on a busy machine, and then omits the run.
         """
         return wait_for(
-            lambda: {name.removeprefix("run_api_"): v for (name, _), v in self.scrape().items()},
+            lambda: {name.removeprefix("run_api_"): v for name, v in self.scrape().items()},
             lambda facts: facts["redis_up"] == 1,
         )
 

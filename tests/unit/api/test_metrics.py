@@ -1,28 +1,25 @@
 """What `/metrics` shows of the run, beside the counters of requests."""
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from grpo_api.metrics import Metrics, RunScrape
 from grpo_api.store.run import RunStats
 from grpo_api.store.servers import ServerCounts
+from tests.support.scraping import series
 
 STATS = RunStats._make([7] * len(RunStats._fields))
 
 
-def series(redis_disk_bytes: int | None, scrape: RunScrape | None) -> dict[str, float]:
-    """By name, with the server's name."""
+def shown_with(redis_disk_bytes: int | None, scrape: RunScrape | None) -> dict[str, float]:
     text = bytes(Metrics(redis_disk_bytes).exposition(scrape, "").body).decode()
     return {
-        "/".join((sample.name.removeprefix("run_api_"), *sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name.startswith("run_api_")
+        name.removeprefix("run_api_"): value
+        for name, value in series(text).items()
+        if name.startswith("run_api_")
     }
 
 
 def test_servers_and_the_disk_of_redis() -> None:
     servers = [ServerCounts("a", True, 5, 2, 1), ServerCounts("b", False, 4, 0, 0)]
-    shown = series(1000, RunScrape(STATS, servers, 250))
+    shown = shown_with(1000, RunScrape(STATS, servers, 250))
     assert (
         shown.items()
         >= {
@@ -42,7 +39,7 @@ def test_servers_and_the_disk_of_redis() -> None:
 
 
 def test_what_is_unknown_is_absent() -> None:
-    shown = series(None, RunScrape(STATS, None, 250))
+    shown = shown_with(None, RunScrape(STATS, None, 250))
     assert not [name for name in shown if name.startswith(("redis_append", "redis_disk", "server"))]
-    assert "redis_disk_bytes" not in series(1000, RunScrape(STATS, None, None))
-    assert series(1000, None) == {"redis_up": 0}
+    assert "redis_disk_bytes" not in shown_with(1000, RunScrape(STATS, None, None))
+    assert shown_with(1000, None) == {"redis_up": 0}
