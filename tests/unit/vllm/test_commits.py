@@ -66,7 +66,7 @@ async def test_an_engine_that_is_busy_is_renamed_later_and_only_a_hung_one_is_re
 ) -> None:
     server, engine = supervisor(), Engine(troubles)
     with (
-        under_way(server._commit_to(engine, [])) as serving,  # type: ignore[arg-type]
+        under_way(server._take_commits(engine, [])) as serving,  # type: ignore[arg-type]
         under_way(server.commits.rename(V20)) as renaming,
     ):
         await asyncio.wait([serving, renaming], return_when=asyncio.FIRST_COMPLETED)
@@ -80,13 +80,13 @@ async def test_an_engine_that_is_busy_is_renamed_later_and_only_a_hung_one_is_re
 async def test_an_engine_that_ends_while_it_is_renamed_leaves_the_request_to_the_next_one() -> None:
     server, engine = supervisor(), Engine([BUSY] * 1000)
     with (
-        under_way(server._commit_to(engine, [])) as serving,  # type: ignore[arg-type]
+        under_way(server._take_commits(engine, [])) as serving,  # type: ignore[arg-type]
         under_way(server.commits.rename(V20)) as renaming,
     ):
         asyncio.get_running_loop().call_later(5.0, engine.ended.set_result, -9)
         assert await serving is None
         assert (server.status().torn, server.commits.version) == (0, UNTRAINED)
-        with under_way(server._commit_to(Engine([]), [])):  # type: ignore[arg-type]
+        with under_way(server._take_commits(Engine([]), [])):  # type: ignore[arg-type]
             await renaming
         assert server.commits.version == V20
 
@@ -95,7 +95,7 @@ async def test_an_engine_that_ends_while_it_is_renamed_leaves_the_request_to_the
 async def test_a_stop_or_the_end_of_the_engine_ends_a_commit_at_once(is_stopped: bool) -> None:
     server, engine = supervisor(), Engine([])
     with (
-        under_way(server._commit_to(engine, [])) as serving,  # type: ignore[arg-type]
+        under_way(server._take_commits(engine, [])) as serving,  # type: ignore[arg-type]
         under_way(server.commits.commit(LOADED, restarts=False)),
     ):
         await asyncio.sleep(1.0)

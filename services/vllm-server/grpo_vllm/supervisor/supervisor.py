@@ -3,6 +3,10 @@
 joining ─▶ starting ─▶ serving ─▶ draining ─▶ restarting ─▶ serving     for new weights
                        serving ─────────────▶ restarting ─▶ serving     after a crash
                                               restarting ─▶ failed      after too many failures
+
+New weights are loaded into the running engine, if it can. A commit that fails half-way leaves it
+*torn*: it ends, and the next one starts on the new, verified weights. If that fails too, an engine
+with the previous weights follows.
 """
 
 from __future__ import annotations
@@ -191,7 +195,7 @@ class Supervisor:
             self._has_served(self.commits.weights)
             if commit is not None:
                 commit.served.set_result(_now() - commit.began)
-            commit = await self._commit_to(engine, beside)
+            commit = await self._take_commits(engine, beside)
             commit = await self._end(engine, commit)
         self._slot.channel.release_parked()
         return 0
@@ -235,7 +239,9 @@ class Supervisor:
         await self._look()
         await self._save_served()
 
-    async def _commit_to(self, engine: Engine, beside: list[asyncio.Future[None]]) -> Commit | None:
+    async def _take_commits(
+        self, engine: Engine, beside: list[asyncio.Future[None]]
+    ) -> Commit | None:
         """Load what is requested into the engine, one after another. Returns the first request that
         needs another engine; None when the engine has ended, or at a stop."""
         while (commit := await self._next_commit(engine.ended, *beside)) is not None:
@@ -267,7 +273,7 @@ class Supervisor:
         self, commit: Commit, engine: Engine, beside: list[asyncio.Future[None]]
     ) -> bool:
         """Load the weights into the engine, or rename those that it has. False if the next engine
-        must start with them: it does not load them, or is *torn*, because it failed half-way."""
+        must start with them: it does not load them, or is torn."""
         wanted, now = commit.weights, self.commits.weights
         commit.renames |= not (wanted.trained or now.trained)  # the engine has the base model
         if commit.renames:
@@ -281,37 +287,37 @@ class Supervisor:
         loading = asyncio.ensure_future(work)
         await first_of(loading, engine.ended, self._stop, *beside)
         self._enter(ServerState.SERVING)
+        if not loading.done():
+            loading.cancel()
+            if engine.ended.done() and not commit.renames:
+                self._tear(commit, f"engine {engine.pid} ended while it loaded weights")
+            return False
         try:
-            if not loading.done():
-                loading.cancel()
-                if commit.renames or not engine.ended.done():
-                    return False
-                raise EngineDoesNotAnswer(f"engine {engine.pid} ended while it loaded weights")
             pause_s = loading.result()
         except EngineRefused as error:
+            is_adapter = wanted.kind is WeightKind.ADAPTER
             if commit.renames:
-                return self._tear(commit, error)
-            if wanted.kind is not WeightKind.ADAPTER:
-                return False
-            commit.served.set_exception(CommitRefused(str(error)))
+                self._tear(commit, str(error))
+            elif is_adapter:
+                commit.served.set_exception(CommitRefused(str(error)))
+            return is_adapter and not commit.renames
         except EngineDoesNotAnswer as error:
-            return self._tear(commit, error)
-        else:
-            self._has_served(commit.weights)
-            await self._save_served()
-            commit.served.set_result(pause_s)
+            self._tear(commit, str(error))
+            return False
+        self._has_served(commit.weights)
+        await self._save_served()
+        commit.served.set_result(pause_s)
         return True
 
     async def _load(self, engine: Engine, weights: WeightRef) -> float:
         pause_s, self.commits.adapters = await engine.load(weights)
         return pause_s
 
-    def _tear(self, commit: Commit, error: Exception) -> bool:
+    def _tear(self, commit: Commit, reason: str) -> None:
         commit.torn = True
         self._torn += 1
         version = tuple(commit.weights.version)
-        log.error("engine.torn", policy_version=version, reason=str(error))
-        return False
+        log.error("engine.torn", policy_version=version, reason=reason)
 
     async def _end(self, engine: Engine, commit: Commit | None) -> Commit | None:
         """End the engine, and drain it first if another one is wanted. One that crashed or is torn
