@@ -52,15 +52,18 @@ class MetricsNotServed(GrpoError):
 
 
 @contextlib.contextmanager
-def serving_metrics(host: str, port: int, collector: Collector) -> Iterator[None]:
+def serving_metrics(host: str, port: int | None, collector: Collector) -> Iterator[None]:
     """Answer `GET /metrics` in a thread while the context is open, with the metrics of `collector`
-    and those of this process (`process_*`).
+    and those of this process (`process_*`). Without a port, do nothing.
 
     Args: collector: called from that thread
 
     Raises:
         MetricsNotServed: nothing can listen there.
     """
+    if port is None:
+        yield
+        return
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(collector)

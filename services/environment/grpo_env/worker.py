@@ -64,17 +64,19 @@ async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTempl
     Raises:
         GrpoError: the environment cannot continue.
     """
-    async with open_pool(settings, tasks) as pool, open_teacher(settings, template) as teacher:
+    key = plain(settings.run_api_token)
+    async with (
+        open_pool(settings, tasks) as pool,
+        open_teacher(settings, template) as teacher,
+        EnvironmentClient(settings.run_api_url, settings.run_api_deadline_s, key) as api,
+    ):
         with (
             engine_on(pool.generate, settings, template, teacher) as engine,
             _ready_file(settings.ready_file),
         ):
-            async with EnvironmentClient(
-                settings.run_api_url, settings.run_api_deadline_s, plain(settings.run_api_token)
-            ) as api:
-                worker = Worker(settings, tasks, api, engine, pool)
-                with _metrics(settings, worker.metrics):
-                    await worker.run()
+            worker = Worker(settings, tasks, api, engine, pool)
+            with serving_metrics(settings.metrics_host, settings.metrics_port, worker.metrics):
+                await worker.run()
 
 
 @contextlib.contextmanager
@@ -93,14 +95,6 @@ def _ready_file(path: Path | None) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-def _metrics(
-    settings: EnvServerSettings, metrics: EnvironmentMetrics
-) -> contextlib.AbstractContextManager[None]:
-    if settings.metrics_port is None:
-        return contextlib.nullcontext()
-    return serving_metrics(settings.metrics_host, settings.metrics_port, metrics)
 
 
 class Worker:

@@ -73,11 +73,14 @@ class _Environment(BaseModel):
     healthcheck: Any = None
 
 
+_User = Annotated[str | None, Field(coerce_numbers_to_str=True)]
+
+
 class _Verifier(BaseModel):
     """[verifier]"""
 
     timeout_sec: float = 600.0
-    user: str | int | None = None
+    user: _User = None
     env: dict[str, Any] = {}
     environment: Any = None
     environment_mode: Any = None
@@ -86,7 +89,7 @@ class _Verifier(BaseModel):
 class _Agent(BaseModel):
     """[agent]"""
 
-    user: str | int | None = None
+    user: _User = None
 
 
 class _Config(BaseModel):
@@ -161,8 +164,8 @@ def read_task(path: Path, network: str, variables: Collection[str] = ()) -> Harb
         environment.docker_image,
         environment.build_timeout_sec,
         verifier.timeout_sec,
-        _text(config.agent.user),
-        _text(verifier.user),
+        config.agent.user,
+        verifier.user,
         _resolved(verifier.env),
     )
 
@@ -216,7 +219,3 @@ def _resolved(variables: Mapping[str, Any]) -> dict[str, str]:
         return os.environ.get(*match.groups())
 
     return {name: _VARIABLE.sub(value, str(text)) for name, text in variables.items()}
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)

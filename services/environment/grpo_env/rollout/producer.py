@@ -38,7 +38,7 @@ class RewardTotals:
     those are the prompts that the policy always or never solves.
     """
 
-    total: float = 0.0
+    sum: float = 0.0
     count: int = 0
     parts: Counter[str] = field(default_factory=Counter)
     groups: int = 0
@@ -49,29 +49,16 @@ class RewardTotals:
         self.groups += bool(grades)
         self.equal_groups += len({grade.score for grade in grades}) == 1
         for grade in grades:
-            self.total += grade.score
+            self.sum += grade.score
             self.count += 1
             self.parts.update(grade.parts)
 
-    def take(self) -> RewardSample:
-        """Return the rewards so far and start again at zero."""
-        taken = RewardSample(
-            sum=self.total,
-            count=self.count,
-            parts=dict(self.parts),
-            groups=self.groups,
-            equal_groups=self.equal_groups,
-        )
-        self.total, self.count, self.parts = 0.0, 0, Counter()
-        self.groups = self.equal_groups = 0
-        return taken
-
-    def give_back(self, taken: RewardSample) -> None:
-        self.total += taken.sum
-        self.count += taken.count
-        self.parts.update(taken.parts)
-        self.groups += taken.groups or 0
-        self.equal_groups += taken.equal_groups
+    def add_totals(self, others: RewardTotals) -> None:
+        self.sum += others.sum
+        self.count += others.count
+        self.parts.update(others.parts)
+        self.groups += others.groups
+        self.equal_groups += others.equal_groups
 
 
 class GroupCounts:
@@ -136,7 +123,7 @@ class GroupCounts:
         self.reported = {
             "groups_sent": self.groups_sent,
             "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
-            "mean_reward": _ratio(rewards.total, rewards.count),
+            "mean_reward": _ratio(rewards.sum, rewards.count),
             "reward_parts": {
                 name: _ratio(total, rewards.count) for name, total in sorted(rewards.parts.items())
             },
@@ -288,14 +275,14 @@ class GroupProducer:
             self._reward_failures.graded()
 
     async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str, draw: Draw) -> None:
-        rewards = self._rewards.take()
-        facts = RolloutFacts(reward_sample=rewards).on_the_wire()
+        rewards, self._rewards = self._rewards, RewardTotals()
+        facts = RolloutFacts(reward_sample=RewardSample(**vars(rewards))).on_the_wire()
         overrides = (group.group_overrides or {}) | facts
         group = group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
         try:
             await self._api.submit(group, run_uuid, self._items.positions(draw))
         except RequestRefused as error:
-            self._rewards.give_back(rewards)
+            self._rewards.add_totals(rewards)
             self._lose(SampledGroup(lost=GroupLost(FailureReason.REFUSED, str(error))))
             # A conflict means that run-api was reset meanwhile. The next poll detects that.
             if error.status == _CONFLICT:

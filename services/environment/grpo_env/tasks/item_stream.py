@@ -117,36 +117,31 @@ class ItemStream:
 
     def graded(self, item: Item, scores: Sequence[float], step: int) -> None:
         """Note the scores of a group. Args: step: training step in which it was sampled"""
-        for name, part in self._weighted():
-            if name == item.task.name:
+        for part in self._weighted():
+            if part.task.name == item.task.name:
                 part.graded(item, scores, step)
 
     def lost(self, item: Item) -> None:
         """Note a group that could not be graded."""
-        for name, part in self._weighted():
-            if name == item.task.name:
+        for part in self._weighted():
+            if part.task.name == item.task.name:
                 part.lost(item)
 
     def pools(self) -> Mapping[str, Mapping[str, int]]:
         """Number of items by task and pool. Empty without a rule, as the two below."""
-        return {name: part.pools() for name, part in self._weighted()}
+        return {part.task.name: part.pools() for part in self._weighted()}
 
     def state(self) -> Mapping[str, TaskState]:
-        return {name: part.state() for name, part in self._weighted()}
+        return {part.task.name: part.state() for part in self._weighted()}
 
     def restore(self, states: Mapping[str, TaskState]) -> None:
         """Go on from a saved state. Tasks that it lacks begin anew."""
-        for name, part in self._weighted():
-            if name in states:
-                part.restore(states[name])
+        for part in self._weighted():
+            if part.task.name in states:
+                part.restore(states[part.task.name])
 
-    def _weighted(self) -> Iterator[tuple[str, WeightedItems]]:
-        """By the name of the task."""
-        return (
-            (part.task.name, part)
-            for part in self._parts
-            if isinstance(part, WeightedItems) and part.items
-        )
+    def _weighted(self) -> Iterator[WeightedItems]:
+        return (part for part in self._parts if isinstance(part, WeightedItems) and part.items)
 
 
 class _Shuffled:

@@ -96,10 +96,7 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
             writer = RolloutWriter(rollouts_directory(settings), settings.keep_rollouts)
             keepers.append(stack.enter_context(contextlib.closing(writer)).add)
         metrics = TrainerMetrics(settings.save_path)
-        if settings.metrics_port is not None:
-            stack.enter_context(
-                serving_metrics(settings.metrics_host, settings.metrics_port, metrics)
-            )
+        stack.enter_context(serving_metrics(settings.metrics_host, settings.metrics_port, metrics))
         file = stack.enter_context(StageFile(settings.save_path))
         stages = (metrics.enter, file.enter)
 
