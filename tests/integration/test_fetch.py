@@ -147,11 +147,12 @@ async def test_a_directory_on_this_host_is_used_in_place_once_it_is_verified(
     assert rig.fetcher.wrong_chunks == 1
 
 
-async def test_a_directory_elsewhere_on_this_host_is_not_read(rig: Rig) -> None:
-    rig.url = rig.trainer.as_uri()
-    announced = rig.write(1)
-    with pytest.raises(NotFetched, match="no source has all files of policy version 1-1"):
-        await rig.fetcher.fetch(announced, {})
+async def test_a_directory_elsewhere_and_a_host_that_is_gone_are_no_sources(rig: Rig) -> None:
+    for step, rig.url in enumerate((rig.trainer.as_uri(), "http://127.0.0.1:1/weights"), 1):
+        announced = rig.write(step)
+        missing = f"no source has all files of policy version 1-{step}"
+        with pytest.raises(NotFetched, match=missing):
+            await rig.fetcher.fetch(announced, {})
 
 
 async def test_a_full_staging_directory_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

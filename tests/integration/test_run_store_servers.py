@@ -13,7 +13,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import ListedServer
 from tests.integration.run_store_rig import Run
 
-SERVING, COMMITTING = ServerState.SERVING, ServerState.COMMITTING
+SERVING, FAILED = ServerState.SERVING, ServerState.FAILED
 
 
 @asynccontextmanager
@@ -32,21 +32,26 @@ def listed(name: str, step: int, state: str = SERVING) -> ListedServer:
     return ListedServer(name=name, url=f"http://{name}:9001", version=version, state=state)
 
 
-async def test_the_servers_that_are_not_gone_are_listed(run: Run, redis_url: str) -> None:
+async def test_the_servers_that_are_not_gone_are_listed_and_counted(
+    run: Run, redis_url: str
+) -> None:
     own, now = run.link.run_id, [0.0]
     records = ServerRecords(run.link, lambda: now[0])
+    assert await ServerRecords(run.link).counted() is None
     async with (
         server(redis_url, own, "b", 4) as b,
         server(redis_url, own, "a", 5) as a,
         server(redis_url, own, "unreachable", 5, url=""),
     ):
         assert await records.listed() == [listed("a", 5), listed("b", 4)]
-        url = "http://b:9001"
-        await b.report(ServerStatus(name="b", url=url, state=COMMITTING, epoch=1, step=4))
+        fields = {"name": "b", "url": "http://b:9001", "epoch": 1, "step": 4}
+        await b.report(ServerStatus(**fields, state=FAILED, crashes=2, restarts=3))
         await a.leave()
         assert len(await records.listed()) == 2  # not read again so soon
         now[0] = READ_EVERY_S
-        assert await records.listed() == [listed("b", 4, COMMITTING)]
+        assert await records.listed() == [listed("b", 4, FAILED)]
+        counts = [ServerCounts("b", False, 4, 3, 2), ServerCounts("unreachable", True, 5, 0, 0)]
+        assert await records.counted() == counts
     names = ("a", "b", "unreachable")
     await run.link.call("DEL", servers_key(own), *(server_key(own, name) for name in names))
 
@@ -59,18 +64,3 @@ async def test_the_servers_are_those_that_the_trainer_names(run: Run, redis_url:
         assert await run.store.servers.listed() == [listed("a", 5)]
         await run.register()
         assert await run.store.servers.listed() == []
-
-
-async def test_servers_are_counted_for_metrics(run: Run, redis_url: str) -> None:
-    own, records = run.link.run_id, ServerRecords(run.link)
-    assert await records.counted() is None
-    async with server(redis_url, own, "a", 5) as a, server(redis_url, own, "b", 4, url="") as b:
-        crashed = ServerStatus(
-            name="b", state=ServerState.FAILED, epoch=1, step=4, crashes=2, restarts=3
-        )
-        await b.report(crashed)
-        serving, failed = ServerCounts("a", True, 5, 0, 0), ServerCounts("b", False, 4, 3, 2)
-        assert await records.counted() == [serving, failed]
-        await a.leave()
-        assert await records.counted() == [failed]
-    await run.link.call("DEL", servers_key(own), *(server_key(own, name) for name in "ab"))
