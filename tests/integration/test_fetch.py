@@ -148,7 +148,8 @@ async def test_a_directory_on_this_host_is_used_in_place_once_it_is_verified(
 
 
 async def test_a_directory_elsewhere_and_a_host_that_is_gone_are_no_sources(rig: Rig) -> None:
-    for step, rig.url in enumerate((rig.trainer.as_uri(), "http://127.0.0.1:1/weights"), 1):
+    for step, url in enumerate((rig.trainer.as_uri(), "http://127.0.0.1:1/weights"), 1):
+        rig.url = url
         announced = rig.write(step)
         missing = f"no source has all files of policy version 1-{step}"
         with pytest.raises(NotFetched, match=missing):
