@@ -21,14 +21,14 @@ from grpo_runs.process.stack import StopRequested, warn
 from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.settings.run_options import RunOptions
+from grpo_runs.settings.launch_options import LaunchOptions
 from grpo_runs.watch.followed_file import FollowedFile
 
 LOOK_EVERY_S = 5.0
 
 
 def notifier_of(
-    settings: RunOptions, warn: Callable[[str], None], redis_password: str | None = None
+    settings: LaunchOptions, warn: Callable[[str], None], redis_password: str | None = None
 ) -> Notifier:
     held = [plain(value) for name, value in settings if _is_secret(name, value)]
     secrets = secrets_of(os.environ, *held, redis_password)
@@ -44,7 +44,7 @@ def _is_secret(option: str, value: object) -> bool:
 class RunNotices:
     """Of a run whose services are all started here."""
 
-    def __init__(self, settings: RunOptions, run: RunDirectory, screen: Screen) -> None:
+    def __init__(self, settings: LaunchOptions, run: RunDirectory, screen: Screen) -> None:
         self._settings = settings
         self._run = run
         shown = partial(warn, screen, run.logs, "NotificationFailed")

@@ -13,13 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import SecretStr
-
 from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import WITHOUT_REDIS, redis_password
-from grpo_core.security import plain
 from grpo_core.service_url import hide_passwords
 from grpo_core.settings import Given, without_secrets
 from grpo_core.settings.command import URL_VARIABLES
@@ -48,6 +45,7 @@ from grpo_runs.settings.views import (
     Places,
     environment_values,
     run_api_values,
+    secret_variables,
     server_values,
     teacher_values,
     token_variables,
@@ -193,7 +191,7 @@ class ServiceFactory:
             environment=child_environment(1, places.model, offline=is_offline)
             | url_variables(VIEWS[ENVIRONMENT], values)
             | token_variables(settings)
-            | _teacher_key(values.get("teacher_api_key")),
+            | secret_variables(teacher_api_key=values.get("teacher_api_key")),
             may_finish=True,  # after the last batch
             may_start=lambda: _accept_connections(places.run_api_url),
         )
@@ -253,10 +251,6 @@ def model_job(model: str, path_file: Path, threads: int) -> Service:
         environment=child_environment(threads),
         may_finish=True,
     )
-
-
-def _teacher_key(key: SecretStr | None) -> dict[str, str]:
-    return {} if key is None else {"TEACHER_API_KEY": key.get_secret_value()}
 
 
 def make_weights_directory(settings: RunSettings, places: Places) -> None:
@@ -333,7 +327,10 @@ def servers_of(settings: RunSettings, places: Places, probe: HealthProbe) -> lis
             healthy=partial(probe.responds, settings.url_of(port)),
             deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
             deadline_option="--server-deadline-s",
-            environment=UNBUFFERED | threads | places.environment | _keys(settings, "api_key"),
+            environment=UNBUFFERED
+            | threads
+            | places.environment
+            | secret_variables(run_api_token=settings.run_api_token, vllm_api_key=settings.api_key),
             group=SERVER,
         )
         for number, port in enumerate(places.server_ports)
@@ -353,15 +350,11 @@ def trainer_of(settings: RunSettings, places: Places) -> Service:
         | places.environment
         | _weights_address(settings, places)
         | url_variables(VIEWS[TRAINER], values)
-        | _keys(settings, "vllm_api_key"),
+        | secret_variables(
+            run_api_token=settings.run_api_token, vllm_api_key=settings.vllm_api_key
+        ),
         may_finish=True,
     )
-
-
-def _keys(settings: RunSettings, name: str) -> dict[str, str]:
-    """Secrets that were given, as variables."""
-    token, key = plain(settings.run_api_token), plain(getattr(settings, name))
-    return ({"RUN_API_TOKEN": token} if token else {}) | ({"VLLM_API_KEY": key} if key else {})
 
 
 def _accept_connections(*urls: str) -> bool:

@@ -18,7 +18,6 @@ from grpo_core.settings import resolved_yaml
 from grpo_core.settings.machine import MADE_HERE, TINY
 from grpo_core.temporary import temporary_directory
 from grpo_core.weights.version_log import VersionLog
-from grpo_runs.commands.run_end import Trained, facts_of, report_run
 from grpo_runs.defaults import RunSizes
 from grpo_runs.modes import Mode
 from grpo_runs.notices import RunNotices
@@ -46,7 +45,14 @@ from grpo_runs.report.steps import (
     step_line,
     trim_records,
 )
-from grpo_runs.report.summary import counted, groups_text, warnings_text
+from grpo_runs.report.summary import (
+    Trained,
+    counted,
+    facts_of,
+    groups_text,
+    report_run,
+    warnings_text,
+)
 from grpo_runs.run_directory import RunDirectory, create_run_directory
 from grpo_runs.screen import Screen
 from grpo_runs.services import (

@@ -26,7 +26,7 @@ from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module, words_of
 from grpo_runs.settings.evaluate import EvalSettings
-from grpo_runs.settings.views import HOST, url
+from grpo_runs.settings.views import HOST, secret_variables, url
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.news import ServiceNews
 
@@ -152,9 +152,8 @@ def inference_server(
 
 def _variables(settings: EvalSettings) -> dict[str, str]:
     """For the server: its key, which other users could read on a command line, and its GPU."""
-    token = plain(settings.vllm_api_key)
     _, colon, number = settings.device.partition(":")
-    variables = {} if token is None else {"VLLM_API_KEY": token}
+    variables = secret_variables(vllm_api_key=settings.vllm_api_key)
     return variables | ({"CUDA_VISIBLE_DEVICES": visible_gpu(int(number))} if colon else {})
 
 

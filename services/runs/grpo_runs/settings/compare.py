@@ -24,8 +24,8 @@ from grpo_core.settings.options import COMMON, Names, options_of
 from grpo_core.settings.sources import as_words, flat
 from grpo_core.tree.weights import ModeName
 from grpo_runs.run_directory import RUNS, unusable
+from grpo_runs.settings.launch_options import each_once
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings
-from grpo_runs.settings.run_options import each_once
 
 SEPARATOR = "--"
 SET_FOR_EACH_RUN = frozenset({"mode", "run_dir", "resume", "steps", "seed"})

@@ -12,13 +12,11 @@ from pydantic import AfterValidator, BaseModel, Field, field_validator
 from grpo_core.cpu import CPU
 from grpo_core.settings import (
     Command,
-    CommandSettings,
     CommaSeparated,
     Given,
     LogLevel,
     Mistake,
     Shown,
-    mistakes_of,
 )
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.sources import read_file
@@ -37,7 +35,7 @@ from grpo_runs.models import (
     without_adapter,
 )
 from grpo_runs.run_directory import RunDirectory, options_in
-from grpo_runs.settings.run_options import ServerHere, each_once
+from grpo_runs.settings.launch_options import ServerHere, each_once
 
 _PASSED_ON = "server_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
@@ -369,20 +367,7 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
             )
         if not self.output.suffix:
             yield Mistake("output", f"expected a suffix, as in {self.output}.jsonl")
-        yield from self._mistakes_of(SERVER, self.server(self.model))
-
-    def _mistakes_of(
-        self, service: str, values: Mapping[str, Any], view: type[CommandSettings] | None = None
-    ) -> Iterator[Mistake]:
-        """What a service would refuse. Args: view: its settings, if they check this machine too"""
-        for field, message in mistakes_of(view or VIEWS[service], values, view is not None):
-            name = _OWN_NAMES.get(field or "", field)
-            if name == "task":
-                yield Mistake(None, f"--task {values['task']}: {message}")
-            elif name in type(self).model_fields:
-                yield Mistake(name, message)
-            else:
-                yield Mistake(None, f"{service}: {name}: {message}" if name else message)
+        yield from self.mistakes_in(SERVER, self.server(self.model))
 
     def start_mistakes(self) -> Iterator[Mistake]:
         """Tasks and data are checked too, before a server starts for nothing."""
@@ -420,7 +405,8 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         from grpo_env.settings import EnvServerSettings
 
         values = self.environment(task, self.evaluated().served)
-        yield from self._mistakes_of(ENVIRONMENT, values, EnvServerSettings)
+        for one in self.mistakes_in(ENVIRONMENT, values, EnvServerSettings, _OWN_NAMES):
+            yield Mistake(None, f"--task {task}: {one.message}") if one.field == "task" else one
 
 
 def _options_of_run(config: Path) -> dict[str, Any]:

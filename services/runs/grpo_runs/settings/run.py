@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from grpo_core.redis.keys import is_run_id
 from grpo_core.security import plain
-from grpo_core.settings import Command, Mistake, mistakes_of
+from grpo_core.settings import Command, CommandSettings, Mistake
 from grpo_core.settings.machine import (
     MADE_HERE,
     TO_BE_MADE,
@@ -32,7 +32,7 @@ from grpo_core.tree.sections import (
 from grpo_runs.defaults import BY_TASK, name_of_task
 from grpo_runs.notify import unusable_target
 from grpo_runs.run_directory import RUNS, RunDirectory, unusable
-from grpo_runs.settings.run_options import (
+from grpo_runs.settings.launch_options import (
     ALIASES,
     API_KEYS,
     DEFAULTS,
@@ -41,7 +41,7 @@ from grpo_runs.settings.run_options import (
     OF_ONE_SERVER,
     OF_SERVICES,
     SETS_ITSELF,
-    RunOptions,
+    LaunchOptions,
 )
 from grpo_runs.settings.views import Places, environment_values, server_values, trainer_values
 
@@ -82,7 +82,7 @@ def _command(prog: str, env_prefix: str, *examples: str, defaults: Mapping[str, 
     )
 
 
-class RunSettings(RunOptions):
+class RunSettings(LaunchOptions):
     """Trains a model with GRPO on this machine. With --task, or a file that names one, grpo-run
     starts Redis, run-api, the inference server, the trainer and an environment for each task as
     local processes, and shows the progress. Without it, it starts the inference server and the
@@ -279,26 +279,23 @@ class RunSettings(RunOptions):
         """What the services would refuse, in the options that they get."""
         model = TO_BE_MADE if self.model in MADE_HERE else self.model
         places = Places.of(self, model, run=RunDirectory(Path("run")) if self.starts_all else None)
-        yield from self._mistakes_of_view(TRAINER, trainer_values(self, places), at_start)
-        yield from self._mistakes_of_view(SERVER, server_values(self, places), False)
+        view = VIEWS[TRAINER] if at_start else None
+        yield from self.mistakes_in(TRAINER, trainer_values(self, places), view)
+        yield from self.mistakes_in(SERVER, server_values(self, places))
         for task in self.task:
             values = environment_values(self, places, task)
-            yield from self._mistakes_of_view(ENVIRONMENT, values, at_start, task)
+            view = _environment_view(task, values) if at_start else None
+            yield from self.mistakes_in(ENVIRONMENT, values, view)
 
-    def _mistakes_of_view(
-        self, service: str, values: Mapping[str, Any], at_start: bool, task: str | None = None
-    ) -> Iterator[Mistake]:
-        view = VIEWS[service]
-        has_code = task not in BY_TASK or "sandbox" in values or ":" in values.get("curriculum", "")
-        if at_start and task is not None and has_code:
-            from grpo_env.settings import EnvServerSettings as view
-        for field, message in mistakes_of(view, values, at_start):
-            is_ours = field in type(self).model_fields
-            yield (
-                Mistake(field, message)
-                if is_ours
-                else Mistake(None, f"{service}: {field}: {message}" if field else message)
-            )
+
+def _environment_view(task: str, values: Mapping[str, Any]) -> type[CommandSettings]:
+    """Checks the user's code too, if there is some."""
+    has_code = task not in BY_TASK or "sandbox" in values or ":" in values.get("curriculum", "")
+    if not has_code:
+        return VIEWS[ENVIRONMENT]
+    from grpo_env.settings import EnvServerSettings
+
+    return EnvServerSettings
 
 
 class DemoSettings(RunSettings):

@@ -14,6 +14,7 @@ from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.url import WITHOUT_REDIS
 from grpo_core.rollouts.files import ROLLOUTS
 from grpo_core.security import plain
+from grpo_core.settings.command import SHARED_VARIABLES
 from grpo_core.tree.environment_values import AGENT, AGENT_OPTIONS, UNIFORM
 from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER
 from grpo_core.weights import bridge_config
@@ -21,7 +22,7 @@ from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
 from grpo_runs.defaults import name_of_task
 from grpo_runs.models import default_max_model_len
 from grpo_runs.run_directory import RunDirectory, server_names
-from grpo_runs.settings.run_options import RunOptions
+from grpo_runs.settings.launch_options import LaunchOptions
 
 HOST = "127.0.0.1"
 RESIDENT_ADAPTERS = 2
@@ -64,7 +65,7 @@ class Places:
     @classmethod
     def of(
         cls,
-        settings: RunOptions,
+        settings: LaunchOptions,
         model: str,
         weights_socket: Path = Path("weights.sock"),
         run: RunDirectory | None = None,
@@ -106,7 +107,7 @@ class Places:
     def server_names(self) -> list[str]:
         return server_names(len(self.server_ports))
 
-    def teacher_model(self, settings: RunOptions) -> str:
+    def teacher_model(self, settings: LaunchOptions) -> str:
         """A directory or an id on the hub. A model that this project makes is made once."""
         named = settings.teacher_model or ""
         return self.model if named == settings.model else named
@@ -117,7 +118,7 @@ class Places:
         return {"REDIS_URL": self.redis_url}
 
 
-def trainer_values(settings: RunOptions, places: Places) -> dict[str, Any]:
+def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     mode = settings.weight_mode
     whole = {} if places.run is None else _of_whole_run(settings, places.run)
     url_here = settings.server_url if places.run is None else url(places.server_ports[0])
@@ -159,7 +160,7 @@ _DEFAULTS_OF_TRAINER: Mapping[str, Any] = {
 """Of a run whose services are all started here."""
 
 
-def _of_whole_run(settings: RunOptions, run: RunDirectory) -> dict[str, Any]:
+def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
     sizes, given = settings.sizes, settings.given(TRAINER)
     values: dict[str, Any] = {
         "steps": sizes.steps,
@@ -189,7 +190,7 @@ def _of_whole_run(settings: RunOptions, run: RunDirectory) -> dict[str, Any]:
     return values
 
 
-def server_values(settings: RunOptions, places: Places, number: int = 0) -> dict[str, Any]:
+def server_values(settings: LaunchOptions, places: Places, number: int = 0) -> dict[str, Any]:
     """Without what the launcher adds for vLLM: see `vllm_words`.
 
     Args: number: of the server, counted from 0
@@ -228,7 +229,7 @@ def server_values(settings: RunOptions, places: Places, number: int = 0) -> dict
     return values
 
 
-def teacher_values(settings: RunOptions, places: Places) -> dict[str, Any]:
+def teacher_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     """Of the teacher's server, which takes no part in the run."""
     return {
         "model": places.teacher_model(settings),
@@ -241,7 +242,7 @@ def teacher_values(settings: RunOptions, places: Places) -> dict[str, Any]:
     }
 
 
-def vllm_words(settings: RunOptions, model: str) -> list[str]:
+def vllm_words(settings: LaunchOptions, model: str) -> list[str]:
     """Options of vLLM that follow from the settings. The user's own come later and win."""
     if not settings.starts_all:
         dtype = [] if settings.dtype == "auto" else ["--dtype", settings.dtype]
@@ -260,7 +261,7 @@ def vllm_words(settings: RunOptions, model: str) -> list[str]:
     )
 
 
-def environment_values(settings: RunOptions, places: Places, task: str) -> dict[str, Any]:
+def environment_values(settings: LaunchOptions, places: Places, task: str) -> dict[str, Any]:
     sizes, run = settings.sizes, places.run
     defaults: dict[str, Any] = {
         "group_size": settings.group_size,
@@ -305,7 +306,7 @@ def environment_values(settings: RunOptions, places: Places, task: str) -> dict[
     return without_none(values)
 
 
-def run_api_values(settings: RunOptions, places: Places) -> dict[str, Any]:
+def run_api_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     return settings.given(RUN_API) | {
         "host": HOST,
         "port": urlsplit(places.run_api_url).port,
@@ -318,7 +319,13 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def token_variables(settings: RunOptions) -> dict[str, str]:
-    """For run-api and the server; other users can read command lines."""
-    token = plain(settings.run_api_token)
-    return {} if token is None else {"RUN_API_TOKEN": token, "VLLM_API_KEY": token}
+def secret_variables(**values: SecretStr | None) -> dict[str, str]:
+    """The variables of secrets that were given, by field; other users can read command lines."""
+    plain_texts = {name: plain(value) for name, value in values.items()}
+    return {SHARED_VARIABLES[name]: text for name, text in plain_texts.items() if text}
+
+
+def token_variables(settings: LaunchOptions) -> dict[str, str]:
+    """Of a run whose services are all started here."""
+    token = settings.run_api_token
+    return secret_variables(run_api_token=token, vllm_api_key=token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -174,13 +174,7 @@ class ServiceFacts:
     def shown(self) -> list[dict[str, Any]]:
         """One entry for each service, in the order of their start."""
         return [
-            {
-                "name": one.name,
-                "stage": one.stage,
-                "since": one.since,
-                "detail": one.detail,
-                "memory_bytes": self.memory.get(one.name) if self.is_running else None,
-            }
+            asdict(one) | {"memory_bytes": self.memory.get(one.name) if self.is_running else None}
             for one in map(self._service, self._names())
         ]
 

@@ -15,7 +15,14 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 from grpo_core.cpu import CPU
 from grpo_core.listening import in_url
 from grpo_core.security import usable_token
-from grpo_core.settings import CommandSettings, CommaSeparated, Given, Shown
+from grpo_core.settings import (
+    CommandSettings,
+    CommaSeparated,
+    Given,
+    Mistake,
+    Shown,
+    mistakes_of,
+)
 from grpo_core.settings.machine import TINY
 from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.run_api import RunApiSettings
@@ -62,6 +69,26 @@ class ServerHere(CommandSettings):
     @property
     def starts_eager(self) -> bool:
         return self.eager if self.eager is not None else not self.on_gpu
+
+    def mistakes_in(
+        self,
+        service: str,
+        values: Mapping[str, Any],
+        view: type[CommandSettings] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> Iterator[Mistake]:
+        """What a service would refuse.
+
+        Args:
+            view: its settings, if they check this machine too
+            names: of its options here
+        """
+        for field, message in mistakes_of(view or VIEWS[service], values, view is not None):
+            name = (names or {}).get(field or "", field)
+            if name in type(self).model_fields:
+                yield Mistake(name, message)
+            else:
+                yield Mistake(None, f"{service}: {name}: {message}" if name else message)
 
     def engine_words(
         self, dtype: str, max_model_len: int, seed: int, kv_cache_mib: int | None, gpu_share: float
@@ -213,7 +240,7 @@ class OfPair(CommandSettings):
     )
 
 
-class RunOptions(
+class LaunchOptions(
     OfWholeRun,
     OfPair,
     CommandLine,
