@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -12,30 +11,22 @@ from grpo_core.settings import load_settings
 from grpo_core.tree.run_api import RunApiSettings
 from tests.unit.conftest import Refused
 
-HEAVY = ("fastapi", "starlette", "uvicorn", "uvloop", "redis", "prometheus_client")
-TRY_OPTIONS = f"""
-import json, sys
-from grpo_api.__main__ import main
-statuses = []
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["run-api", *words]
-    try:
-        main()
-    except SystemExit as stop:
-        statuses.append(stop.code)
-sys.stderr.write("heavy=" + ",".join(sorted({{*sys.modules}} & {{*{HEAVY!r}}})) + ";")
-sys.exit(statuses != [0, 2])
-"""
+HEAVY = {"fastapi", "starlette", "uvicorn", "uvloop", "redis", "prometheus_client"}
 
 
-def test_help_and_a_mistake_are_answered_before_anything_heavy() -> None:
-    tried = json.dumps([["--help"], ["--port", "0"]])
-    command = [sys.executable, "-c", TRY_OPTIONS, tried]
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [(["--help"], 0, "usage: run-api"), (["--port", "0"], 2, "run-api: --port: ")],
+)
+def test_help_and_a_mistake_are_answered_before_anything_heavy(
+    words: list[str], status: int, says: str
+) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "grpo_api", *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.stdout.startswith("usage: run-api")
-    assert "run-api: --port: " in ended.stderr
-    assert ended.stderr.endswith("heavy=;")
-    assert ended.returncode == 0
+    assert (ended.returncode, says in (ended.stderr if status else ended.stdout)) == (status, True)
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "grpo_core.settings" in imported
+    assert not imported & HEAVY
 
 
 def test_a_bad_value_is_refused_by_name_and_a_token_is_never_shown(
