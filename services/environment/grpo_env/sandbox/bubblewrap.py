@@ -12,19 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import Command, run_child
-from grpo_env.sandbox.interface import (
-    Ended,
-    Limits,
-    SandboxUnusable,
-    program_environment,
-)
+from grpo_env.sandbox.interface import Ended, Program, Sandbox, SandboxUnusable
 from grpo_env.sandbox.namespace import Namespace
 from grpo_env.sandbox.syscalls import seccomp_filter
 from grpo_env.sandbox.users import give, is_root, new_user
@@ -45,7 +40,7 @@ _BWRAP_FAILED = 1
 _NO_PROC = "Can't mount proc"
 
 
-class Bubblewrap:
+class Bubblewrap(Sandbox):
     """`bwrap`, of Debian's package `bubblewrap`.
 
     has_proc: whether the program sees `/proc`, of its own processes. A container whose engine hides
@@ -58,33 +53,22 @@ class Bubblewrap:
     def __init__(self, has_proc: bool = True) -> None:
         self.has_proc = has_proc
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        environment: Mapping[str, str] | None = None,
-        directory: Path | None = None,
-        readable: Sequence[Path] = (),
-        service: Path | None = None,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
-    ) -> Ended:
-        """See `Sandbox.run`."""
-        directory = directory.resolve(strict=True) if directory else None
+    async def _run(self, program: Program) -> Ended:
+        service, argv = program.service, program.argv
         user = new_user() if is_root() else None
         if user:
-            await asyncio.to_thread(give, user, directory, service)
-        mounts = [*_mounts(self.has_proc, directory, readable, service, limits)]
+            await asyncio.to_thread(give, user, program.directory, service)
+        mounts = [*_mounts(self.has_proc, program)]
         inside = [self.python, _RELAY, _SOCKET, *argv] if service else argv
-        with _filter() as filter_fd, Namespace(limits) as namespace:
+        with _filter() as filter_fd, Namespace(program.limits) as namespace:
             bwrap = [*_bwrap(user, filter_fd), *namespace.options]
             command = Command(
                 [*bwrap, *mounts, "--", *_as_user(user), *inside],
-                program_environment(_path(), _HOME, environment, relay.URL),
-                limits,
+                program.variables(_path(), _HOME, relay.URL),
+                program.limits,
                 namespace.kill,
-                stdin,
-                directory,
+                program.stdin,
+                program.directory,
                 in_memory=_IN_MEMORY,
                 inherited=[filter_fd, *namespace.inherited],
             )
@@ -139,21 +123,15 @@ def _as_user(user: int | None) -> list[str]:
     return [*words, "--"]
 
 
-def _mounts(
-    has_proc: bool,
-    directory: Path | None,
-    readable: Sequence[Path],
-    service: Path | None,
-    limits: Limits,
-) -> Iterator[str]:
-    size = str(limits.file_bytes)
+def _mounts(has_proc: bool, program: Program) -> Iterator[str]:
+    size, directory, service = str(program.limits.file_bytes), program.directory, program.service
     if has_proc:
         yield from ("--proc", "/proc")
     yield from ("--dev", "/dev")
     for place in _IN_MEMORY:
         yield from ("--perms", "1777", "--size", size, "--tmpfs", place)
     yield from _system()
-    for path in readable:
+    for path in program.readable:
         yield from _bind("--ro-bind", path.resolve(strict=True), path.absolute())
     if directory:
         yield from _bind("--bind", directory, directory)
@@ -216,7 +194,7 @@ def usable_bubblewrap() -> Bubblewrap:
 def _problem(has_proc: bool) -> str:
     """What `bwrap` says if it fails."""
     user = new_user() if is_root() else None
-    mounts = _mounts(has_proc, None, (), None, Limits())
+    mounts = _mounts(has_proc, Program())
     with _filter() as filter_fd:
         done = subprocess.run(
             [*_bwrap(user, filter_fd), *mounts, "--", *_as_user(user), "true"],

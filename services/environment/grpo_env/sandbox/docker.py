@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import Command
@@ -21,12 +20,7 @@ from grpo_env.sandbox.engine import (
     succeed_at_start,
     variables,
 )
-from grpo_env.sandbox.interface import (
-    Ended,
-    Limits,
-    SandboxUnusable,
-    program_environment,
-)
+from grpo_env.sandbox.interface import Ended, Limits, Program, Sandbox, SandboxUnusable
 from grpo_env.sandbox.users import NOBODY, give, is_root
 
 DEFAULT_IMAGE = "python:3.11-slim-bookworm"
@@ -39,7 +33,7 @@ _STATE = "{{.State.StartedAt}} {{.State.OOMKilled}}"
 _NEVER = "0001-01-01"
 
 
-class Docker:
+class Docker(Sandbox):
     """One container for each run. The image needs `timeout`, and `python3` for a service and for
     Python."""
 
@@ -49,30 +43,19 @@ class Docker:
         self.image = image
         self.kind = f"docker:{image}"
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        environment: Mapping[str, str] | None = None,
-        directory: Path | None = None,
-        readable: Sequence[Path] = (),
-        service: Path | None = None,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
-    ) -> Ended:
-        """See `Sandbox.run`."""
-        directory = directory.resolve(strict=True) if directory else None
+    async def _run(self, program: Program) -> Ended:
+        directory, service, limits = program.directory, program.service, program.limits
         # Rootless Docker also has users of its own, so every user may connect to the socket.
         await asyncio.to_thread(give, NOBODY, directory if is_root() else None, service)
         name = f"sandbox-{uuid.uuid4().hex}"
-        given = program_environment(_PATH, "/tmp", environment, relay.URL)
-        inside = ["python3", _RELAY, _SOCKET, *argv] if service else argv
+        given = program.variables(_PATH, "/tmp", relay.URL)
+        inside = ["python3", _RELAY, _SOCKET, *program.argv] if service else program.argv
         # If this process is killed, the container ends by itself.
         life = ("--signal", "KILL", f"{limits.seconds + _START_S:g}")
         create = [
             *("create", "--interactive", "--pull", "never", "--name", name, "--label", LABEL),
             *_limited(limits),
-            *_mounts(directory, readable, service, limits),
+            *_mounts(program),
             *variables(given),
             *("--entrypoint", "timeout", self.image, *life, *inside),
         ]
@@ -82,7 +65,7 @@ class Docker:
             dict(os.environ),
             limits,
             kill,
-            stdin,
+            program.stdin,
             directory,
             measures_memory=False,  # the kernel limits it
         )
@@ -127,16 +110,16 @@ def _limited(limits: Limits) -> Iterator[str]:
     yield from ("--log-driver", "none")
 
 
-def _mounts(
-    directory: Path | None, readable: Sequence[Path], service: Path | None, limits: Limits
-) -> Iterator[str]:
+def _mounts(program: Program) -> Iterator[str]:
+    directory, service = program.directory, program.service
+    size = program.limits.file_bytes
     # Others than this user may not read what is mounted.
-    is_own = not is_root() and bool(directory or readable or service)
+    is_own = not is_root() and bool(directory or program.readable or service)
     user = f"{os.geteuid()}:{os.getegid()}" if is_own else f"{NOBODY}:{NOBODY}"
     yield from ("--user", user)
-    yield from ("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,size={limits.file_bytes},mode=1777")
-    yield from ("--shm-size", str(limits.file_bytes))
-    for path in readable:
+    yield from ("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,size={size},mode=1777")
+    yield from ("--shm-size", str(size))
+    for path in program.readable:
         yield from ("--volume", f"{path.resolve(strict=True)}:{path.absolute()}:ro")
     if directory:
         yield from ("--volume", f"{directory}:{directory}")

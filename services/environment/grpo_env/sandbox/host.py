@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from asyncio import CancelledError, create_task
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,45 +16,32 @@ from grpo_core.process import killed_with_parent
 from grpo_core.temporary import temporary_directory
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import Command, run_child
-from grpo_env.sandbox.interface import Ended, Limits, program_environment
+from grpo_env.sandbox.interface import Ended, Program, Sandbox
 
 
-class OnHost:
+class OnHost(Sandbox):
     """`--sandbox none`: only time, memory and output have limits."""
 
     kind = "none"
     python = sys.executable
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        environment: Mapping[str, str] | None = None,
-        directory: Path | None = None,
-        readable: Sequence[Path] = (),  # noqa: ARG002 - all of the host is
-        service: Path | None = None,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
-    ) -> Ended:
-        """See `Sandbox.run`. A process that leaves the program's session remains;
+    async def _run(self, program: Program) -> Ended:
+        """A process that leaves the program's session remains;
         if this process is killed, only the program itself ends with it."""
         with temporary_directory() as empty:
-            async with _served(service) as url:
-                path = os.environ.get("PATH", os.defpath)
-                variables = program_environment(path, str(empty), environment, url)
-                cwd = directory or empty
-                return await run_child(
-                    Command(
-                        argv,
-                        variables,
-                        limits,
-                        _kill,
-                        stdin,
-                        cwd,
-                        cwd=cwd,
-                        prepare=killed_with_parent,
-                    )
+            async with _served(program.service) as url:
+                cwd = program.directory or empty
+                command = Command(
+                    program.argv,
+                    program.variables(os.environ.get("PATH", os.defpath), str(empty), url),
+                    program.limits,
+                    _kill,
+                    program.stdin,
+                    cwd,
+                    cwd=cwd,
+                    prepare=killed_with_parent,
                 )
+                return await run_child(command)
 
 
 async def _kill(pid: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from grpo_core.errors import GrpoError
 
@@ -79,16 +79,33 @@ class Ended:
         return text.strip() or "(no output)"
 
 
-class Sandbox(Protocol):
-    """Runs programs so that they reach nothing but what `run` names."""
+@dataclass(frozen=True)
+class Program:
+    """The arguments of `Sandbox.run`."""
 
-    @property
-    def kind(self) -> str:
-        """`bubblewrap`, `docker:IMAGE` or `none`."""
+    argv: Sequence[str] = ("true",)
+    stdin: bytes = b""
+    environment: Mapping[str, str] | None = None
+    directory: Path | None = None
+    readable: Sequence[Path] = ()
+    service: Path | None = None
+    limits: Limits = Limits()
 
-    @property
-    def python(self) -> str:
-        """The Python interpreter inside."""
+    def variables(self, path: str, home: str, service_url: str) -> dict[str, str]:
+        """All variables of the program, with `SERVICE_URL` replaced."""
+        base = {"PATH": path, "HOME": home, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+        given = (self.environment or {}).items()
+        return base | {name: value.replace(SERVICE_URL, service_url) for name, value in given}
+
+
+class Sandbox:
+    """Runs programs so that they reach nothing but what `run` names.
+
+    kind: `bubblewrap`, `docker:IMAGE` or `none`; python: the Python interpreter inside.
+    """
+
+    kind: str
+    python: str
 
     async def run(
         self,
@@ -116,14 +133,10 @@ class Sandbox(Protocol):
             SandboxUnusable: the sandbox itself does not start.
             FileNotFoundError: a path of `directory` or `readable` does not exist.
         """
+        directory = directory.resolve(strict=True) if directory else None
+        return await self._run(
+            Program(argv, stdin, environment, directory, readable, service, limits)
+        )
 
-
-def program_environment(
-    path: str, home: str, environment: Mapping[str, str] | None, service_url: str
-) -> dict[str, str]:
-    """The variables of a program, with `SERVICE_URL` replaced."""
-    base = {"PATH": path, "HOME": home, "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
-    given = {
-        name: value.replace(SERVICE_URL, service_url) for name, value in (environment or {}).items()
-    }
-    return base | given
+    async def _run(self, program: Program) -> Ended:
+        raise NotImplementedError
