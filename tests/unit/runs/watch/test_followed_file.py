@@ -35,3 +35,15 @@ def test_of_a_long_file_the_beginning_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"first\nsecond\nthird\n")
     assert [*FollowedFile(path, most_bytes=10).read()] == [b"third\n"]
+
+
+def test_lines_as_text_begin_after_what_was_there_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_bytes(b"earlier\n")
+    file = FollowedFile(path, offset=path.stat().st_size)
+    with path.open("ab") as log:
+        log.write(b"10 %\r20 %\nbroken \xff\nnot who")
+    assert file.new_lines() == ["10 %", "20 %", "broken \N{REPLACEMENT CHARACTER}"]
+    with path.open("ab") as log:
+        log.write(b"le\n")
+    assert file.new_lines() == ["not whole"]
