@@ -12,7 +12,7 @@ import pytest
 from grpo_env.bridges.harbor import HarborTask
 from grpo_env.loading import TaskSpec
 from grpo_env.sandbox import SandboxUnusable
-from grpo_env.sandbox.engine import LABEL
+from grpo_env.sandbox.container import LABEL
 from grpo_env.tasks import RolloutFailed, TaskOptions
 from tests.containers.stack import docker
 from tests.support.harbor import write_task

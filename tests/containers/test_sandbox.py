@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from grpo_env.sandbox import Ended, Sandbox, SandboxUnusable, sandbox_of
-from grpo_env.sandbox.container import Resources, container
-from grpo_env.sandbox.engine import LABEL
+from grpo_env.sandbox.container import LABEL, Resources, container
 from tests.containers.conftest import TAG
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
 from tests.support.hostile import ATTACKS, Attack

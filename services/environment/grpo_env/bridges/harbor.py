@@ -19,8 +19,7 @@ from grpo_core.tree.environment_values import environment_name
 from grpo_env.bridges import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.episodes import EpisodeTask, Result, Shown
 from grpo_env.bridges.harbor_tasks import HarborDirectory, read_task, task_directories
-from grpo_env.sandbox.container import Container, build, container, require_engine
-from grpo_env.sandbox.engine import OUTPUT_BYTES
+from grpo_env.sandbox.container import OUTPUT_BYTES, Container, build, container, require_engine
 from grpo_env.sandbox.interface import MIB
 from grpo_env.tasks import Answer, Message, RolloutFailed, Row, Split, TaskOptions
 from grpo_env.tasks.tool_calls import ToolCall, text_parameters, tool_calls

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import Command
-from grpo_env.sandbox.engine import (
+from grpo_env.sandbox.container import (
     LABEL,
     docker,
     kill,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_env.sandbox import docker
-from grpo_env.sandbox.engine import variables
+from grpo_env.sandbox.container import variables
 
 COMMAND = """#!/bin/sh
 echo "$@" >>"$0.words"
