@@ -118,6 +118,15 @@ async def test_a_run_that_loses_an_answer_to_every_call_trains_each_group_exactl
     assert http.status() == (3, 0)
 
 
+def test_a_trainer_that_registers_again_is_handed_what_it_had_not_acknowledged(
+    http: ApiClient, trainer: TrainerClient
+) -> None:
+    http.submit(1, 2)
+    before = next_batch(trainer)
+    trainer.register(Registration.model_validate(REGISTRATION))
+    assert next_batch(trainer) == before
+
+
 @pytest.mark.parametrize("cut", [Cut.NOTHING, Cut.REQUEST, Cut.ANSWER])
 def test_a_batch_requested_ahead_is_the_next_one(
     http: ApiClient, network: Network, trainer: TrainerClient, cut: Cut
