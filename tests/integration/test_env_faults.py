@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,10 @@ def environment(url: str, engine: StubServer, tokenizer: Path, log: Path) -> Man
     )
 
 
-def take(trainer: TrainerClient, steps: int) -> set[int | None]:
-    """The env_ids of the groups in the next batches."""
-    batches = [next_batch(trainer) for _ in range(steps)]
-    return {group.env_id for batch in batches for group in batch.groups}
+def take(trainer: TrainerClient, steps: int) -> tuple[set[int | None], list[str]]:
+    """The env_ids and the items of the groups in the next batches."""
+    groups = [group for _ in range(steps) for group in next_batch(trainer).groups]
+    return {g.env_id for g in groups}, [(g.group_overrides or {})["item"] for g in groups]
 
 
 def register_trainer(trainer: TrainerClient, steps: int) -> None:
@@ -82,50 +82,38 @@ def register_trainer(trainer: TrainerClient, steps: int) -> None:
     httpx.get(f"{trainer.base_url}/batch", params={"trainer": uuid}).raise_for_status()
 
 
-def test_an_environment_survives_a_run_api_that_is_late_killed_and_reset(
+def test_environments_survive_a_run_api_that_is_late_killed_and_reset_and_their_own_end(
     redis_url: str, engine: StubServer, tokenizer: Path, tmp_path: Path
 ) -> None:
+    """The second one goes on behind the items of the first one's accepted groups: 48, also with all
+    that is in the queue or in progress fewer than the 100 of a pass."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    process = environment(url, engine, tokenizer, tmp_path / "log")
-    log = process.log_path
-    try:
-        process.wait_until(lambda: ("GET /health", {}) in engine.seen, DEADLINE_S)
-        with TrainerClient(url) as trainer:
-            with killed_at_the_end(redis_url, tmp_path, port):
-                register_trainer(trainer, steps=1000)
-                taken = take(trainer, 3)
-            with killed_at_the_end(redis_url, tmp_path, port):
-                taken |= take(trainer, STEPS_BEYOND_THE_QUEUE)
-                assert taken == {0}  # the environment process is the same, so it lost no state
+    with ExitStack() as stack, TrainerClient(url) as trainer:
 
-                httpx.get(f"{url}/reset_data").raise_for_status()
-                process.wait_until(lambda: "registration.lost" in log.read_text(), DEADLINE_S)
-                register_trainer(trainer, steps=2)
-                take(trainer, 2)
-                assert process.wait(DEADLINE_S) == 0
-    finally:
-        process.kill()
-    assert log.read_text().count("[info     ] environment.registered ") == 2
-
-
-def test_an_environment_that_is_killed_goes_on_behind_the_items_of_its_accepted_groups(
-    redis_url: str, engine: StubServer, tokenizer: Path, tmp_path: Path
-) -> None:
-    """Within a pass: also with all that is in the queue or in progress, 48 groups are fewer than
-    the 100 items."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    items: list[str] = []
-    with killed_at_the_end(redis_url, tmp_path, port), TrainerClient(url) as trainer:
-        register_trainer(trainer, steps=1000)
-        for name in ("first", "second"):
+        def started(name: str) -> ManagedProcess:
             process = environment(url, engine, tokenizer, tmp_path / name)
-            try:
-                for _ in range(6):
-                    batch = next_batch(trainer)
-                    items += [(group.group_overrides or {})["item"] for group in batch.groups]
-            finally:
-                process.kill()
-        assert len(set(items)) == len(items) == 48
-    assert "items.continued" in (tmp_path / "second").read_text()
+            stack.callback(process.kill)
+            return process
+
+        first = started("first")
+        first.wait_until(lambda: ("GET /health", {}) in engine.seen, DEADLINE_S)
+        with killed_at_the_end(redis_url, tmp_path, port):
+            register_trainer(trainer, steps=1000)
+            ids, items = take(trainer, 1)
+        with killed_at_the_end(redis_url, tmp_path, port):
+            more_ids, more = take(trainer, STEPS_BEYOND_THE_QUEUE)
+            assert ids | more_ids == {0}  # the environment process is the same, so it lost no state
+            first.kill()
+            second = started("second")
+            items += more + take(trainer, 3)[1]
+            assert len(set(items)) == len(items) == 48
+
+            httpx.get(f"{url}/reset_data").raise_for_status()
+            log = second.log_path
+            second.wait_until(lambda: "registration.lost" in log.read_text(), DEADLINE_S)
+            register_trainer(trainer, steps=2)
+            take(trainer, 2)
+            assert second.wait(DEADLINE_S) == 0
+    assert "items.continued" in log.read_text()
+    assert log.read_text().count("[info     ] environment.registered ") == 2
