@@ -10,7 +10,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
@@ -25,30 +24,22 @@ _LEAST_KEPT_SHARE = 0.5
 still be good."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """Groups of this environment that `EnvironmentStatus` does not include yet.
-
-    `kept_share`: the share of groups that are not dropped for equal scores.
-    """
-
-    in_flight: int
-    sent_since_status: int = 0
-    kept_share: float = 1.0
-
-
 def groups_to_start(
     status: EnvironmentStatus,
     trainer: TrainerInfo,
     settings: EnvServerSettings,
     total_steps: int,
-    load: Load,
+    in_flight: int,
+    sent_since_status: int = 0,
+    kept_share: float = 1.0,
 ) -> int:
     """The number of groups to start now in a run that is not complete.
 
     Args:
         status: the answer to the latest poll
         total_steps: the steps of the run; `settings.steps` is ignored
+        in_flight, sent_since_status: groups of this environment that `status` does not include yet
+        kept_share: the share of groups that are not dropped for equal scores
     """
     if trainer.batch_size < 1:
         return 0  # run-api was reset, so no trainer is registered
@@ -65,14 +56,14 @@ def groups_to_start(
     # Other environments may fill the queue, but every batch needs this environment's minimum share.
     wanted_of_own = math.ceil(wanted * (settings.min_batch_allocation or 0.0))
     missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
-    missing -= load.sent_since_status
+    missing -= sent_since_status
     # Start the replacements of dropped groups together with the others, or the trainer would wait
     # for one more round of sampling.
-    kept_share = max(load.kept_share, _LEAST_KEPT_SHARE)
-    to_sample = round(missing / kept_share) if load.in_flight else math.ceil(missing / kept_share)
+    kept_share = max(kept_share, _LEAST_KEPT_SHARE)
+    to_sample = round(missing / kept_share) if in_flight else math.ceil(missing / kept_share)
     # run-api lowers the weight as its queue fills. One slot is left for progress.
     slots = max(1, int(settings.max_concurrent_groups * status.env_weight))
-    return max(0, min(to_sample, slots) - load.in_flight)
+    return max(0, min(to_sample, slots) - in_flight)
 
 
 _MIN_DELAY_S = 0.2

@@ -22,7 +22,7 @@ from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, T
 from grpo_env.assembly import TaskSet, engine_on, open_pool, open_teacher, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.inference.pool import InferencePool
-from grpo_env.pacing import FailureBudget, Load, StallDetector, groups_to_start
+from grpo_env.pacing import FailureBudget, StallDetector, groups_to_start
 from grpo_env.prometheus import EnvironmentMetrics
 from grpo_env.registration import Log, Membership, join_run, wandb_log
 from grpo_env.rollout.chat_template import ChatTemplate
@@ -306,12 +306,15 @@ class Worker:
         poll_at = time.monotonic() + _POLL_S
         sent_before = self._producer.counts.groups_sent
         while True:
-            load = Load(
+            groups = groups_to_start(
+                status,
+                self._trainer,
+                self._in_sequences,
+                total_steps,
                 in_flight=len(self._in_flight),
                 sent_since_status=self._producer.counts.groups_sent - sent_before,
                 kept_share=self._producer.counts.kept_share,
             )
-            groups = groups_to_start(status, self._trainer, self._in_sequences, total_steps, load)
             groups = min(groups, self._evaluation.groups_for_training - len(self._in_flight))
             is_idle = not (groups > 0 or self._in_flight or self._evaluation.is_running)
             self._stall.observe(status.current_step, idle=is_idle)

@@ -14,7 +14,6 @@ from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
 from grpo_env.pacing import (
     EveryGroupRefused,
     FailureBudget,
-    Load,
     NoTrainer,
     RefusalLimit,
     RewardFailures,
@@ -36,11 +35,11 @@ STATUS = EnvironmentStatus(
 
 
 def decide(
-    load: Load, *, env: dict[str, Any] | None = None, batch_size: int = 64, **status: Any
+    load: dict[str, Any], *, env: dict[str, Any] | None = None, batch_size: int = 64, **status: Any
 ) -> int:
     trainer = TrainerInfo(batch_size=batch_size, max_token_len=2048)
     settings = ENV.model_copy(update=env or {})
-    return groups_to_start(STATUS.model_copy(update=status), trainer, settings, 50, load)
+    return groups_to_start(STATUS.model_copy(update=status), trainer, settings, 50, **load)
 
 
 QUARTER, SIX_SLOTS = {"min_batch_allocation": 0.25}, {"max_concurrent_groups": 6}
@@ -50,33 +49,37 @@ QUARTER, SIX_SLOTS = {"min_batch_allocation": 0.25}, {"max_concurrent_groups": 6
     ("expected", "load", "given"),
     [
         # The queue is filled: three batches of 64 sequences are 24 groups of 8.
-        (24, Load(0), {}),
-        (4, Load(10), {"queue_size": 10}),
-        (0, Load(10, sent_since_status=4), {"queue_size": 10}),
+        (24, {"in_flight": 0}, {}),
+        (4, {"in_flight": 10}, {"queue_size": 10}),
+        (0, {"in_flight": 10, "sent_since_status": 4}, {"queue_size": 10}),
         # Near the end, one remaining batch and one batch of margin are 16 groups.
-        (16, Load(0), {"current_step": 49}),
-        (0, Load(0), {"current_step": 49, "queue_size": 100}),
+        (16, {"in_flight": 0}, {"current_step": 49}),
+        (0, {"in_flight": 0}, {"current_step": 49, "queue_size": 100}),
         # Replacements of dropped groups are started with the others.
-        (32, Load(0, kept_share=0.75), {}),
-        (1, Load(23, kept_share=0.99), {}),  # 24 / 0.99 is nearer to 24 than to 25
-        (2, Load(0, sent_since_status=23, kept_share=0.99), {}),  # at least one must be kept
-        (48, Load(0, kept_share=0.01), {}),
+        (32, {"in_flight": 0, "kept_share": 0.75}, {}),
+        (1, {"in_flight": 23, "kept_share": 0.99}, {}),  # 24 / 0.99 is nearer to 24 than to 25
+        (
+            2,
+            {"in_flight": 0, "sent_since_status": 23, "kept_share": 0.99},
+            {},
+        ),  # at least one must be kept
+        (48, {"in_flight": 0, "kept_share": 0.01}, {}),
         # Slots are shared by weight, and none is left only by a full queue.
-        (3, Load(0), {"env": SIX_SLOTS, "env_weight": 0.5, "pressure": 0.0}),
-        (1, Load(0), {"env": SIX_SLOTS, "env_weight": 0.01, "pressure": 0.99}),
-        (0, Load(0), {"env": SIX_SLOTS, "env_weight": 0.01, "pressure": 1.0}),
+        (3, {"in_flight": 0}, {"env": SIX_SLOTS, "env_weight": 0.5, "pressure": 0.0}),
+        (1, {"in_flight": 0}, {"env": SIX_SLOTS, "env_weight": 0.01, "pressure": 0.99}),
+        (0, {"in_flight": 0}, {"env": SIX_SLOTS, "env_weight": 0.01, "pressure": 1.0}),
         # The own share, 6 of 24 groups, is filled however much the others have queued. If the whole
         # queue is short, the environment starts more than its own share.
-        (2, Load(0), {"env": QUARTER, "queue_size": 24, "self_queue_size": 4}),
-        (0, Load(2), {"env": QUARTER, "queue_size": 24, "self_queue_size": 4}),
-        (14, Load(0), {"env": QUARTER, "queue_size": 10, "self_queue_size": 6}),
+        (2, {"in_flight": 0}, {"env": QUARTER, "queue_size": 24, "self_queue_size": 4}),
+        (0, {"in_flight": 2}, {"env": QUARTER, "queue_size": 24, "self_queue_size": 4}),
+        (14, {"in_flight": 0}, {"env": QUARTER, "queue_size": 10, "self_queue_size": 6}),
         # A bound of 12 sequences is one whole group of 8, which can never fill a batch.
-        (2, Load(0), {"batch_size": 12, "env": {"max_batches_offpolicy": 1}}),
+        (2, {"in_flight": 0}, {"batch_size": 12, "env": {"max_batches_offpolicy": 1}}),
         # No trainer is registered.
-        (0, Load(0), {"batch_size": -1}),
+        (0, {"in_flight": 0}, {"batch_size": -1}),
     ],
 )
-def test_groups_to_start(expected: int, load: Load, given: dict[str, Any]) -> None:
+def test_groups_to_start(expected: int, load: dict[str, Any], given: dict[str, Any]) -> None:
     assert decide(load, **given) == expected
 
 
@@ -91,7 +94,12 @@ def test_neither_concurrency_nor_staleness_passes_its_bound(
     queue: int, in_flight: int, sent: int, weight: float, slots: int
 ) -> None:
     env = {"max_concurrent_groups": slots}
-    groups = decide(Load(in_flight, sent), env=env, queue_size=queue, env_weight=weight)
+    groups = decide(
+        {"in_flight": in_flight, "sent_since_status": sent},
+        env=env,
+        queue_size=queue,
+        env_weight=weight,
+    )
     assert groups >= 0
     if groups:
         assert in_flight + groups <= max(1, slots * weight)
