@@ -83,16 +83,25 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-async def test_run_api_finds_the_new_primary(pair: Pair) -> None:
+async def test_run_api_trainer_and_server_find_the_new_primary(pair: Pair) -> None:
     link = RedisLink(pair.url, "failover", DEADLINE_S)
-    await asyncio.gather(*(link.call("SET", "key", "before") for _ in range(CONNECTIONS)))
-    pair.fail_over()
-    await asyncio.gather(*(link.call("SET", "key", "after") for _ in range(CONNECTIONS)))
-    await link.ping()
-    assert pair.holds() == b"after"
-    await link.transaction(("SET", "key", "last"))
-    assert pair.holds() == b"last"
+    connection = AsyncRedisConnection(pair.url, DEADLINE_S)
+    with RedisConnection(pair.url, DEADLINE_S, DEADLINE_S) as blocking:
+        await asyncio.gather(*(link.call("SET", "key", "before") for _ in range(CONNECTIONS)))
+        await connection.call("SET", "key", "before")
+        await asyncio.to_thread(blocking.call, "SET", "key", "before")
+        pair.fail_over()
+        await asyncio.gather(*(link.call("SET", "key", "run-api") for _ in range(CONNECTIONS)))
+        await link.ping()
+        assert pair.holds() == b"run-api"
+        await link.transaction(("SET", "key", "in a transaction"))
+        assert pair.holds() == b"in a transaction"
+        await connection.call("SET", "key", "server")
+        assert pair.holds() == b"server"
+        await asyncio.to_thread(blocking.call, "SET", "key", "trainer")
+        assert pair.holds() == b"trainer"
     await link.close()
+    await connection.close()
 
 
 async def test_a_probe_of_a_replica_says_so(pair: Pair) -> None:
@@ -104,16 +113,3 @@ async def test_a_probe_of_a_replica_says_so(pair: Pair) -> None:
         await impatient.call("SET", "key", "value")
     await link.close()
     await impatient.close()
-
-
-async def test_trainer_and_server_find_the_new_primary(pair: Pair) -> None:
-    connection = AsyncRedisConnection(pair.url, DEADLINE_S)
-    await connection.call("SET", "key", "before")
-    with RedisConnection(pair.url, DEADLINE_S, DEADLINE_S) as blocking:
-        await asyncio.to_thread(blocking.call, "SET", "key", "before")
-        pair.fail_over()
-        await connection.call("SET", "key", "after")
-        assert pair.holds() == b"after"
-        await asyncio.to_thread(blocking.call, "SET", "key", "last")
-        assert pair.holds() == b"last"
-    await connection.close()
