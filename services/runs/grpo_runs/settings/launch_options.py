@@ -180,7 +180,7 @@ OF_SERVICES = (
 """Options that `--help` only names."""
 
 
-class OfWholeRun(CommandSettings):
+class WholeRunOptions(CommandSettings):
     """Own options that mean nothing without --task, as those of environments and run-api do."""
 
     run_dir: Annotated[Path | None, Shown(default="runs/<UTC time>-<seed>")] = Field(
@@ -223,10 +223,10 @@ class OfWholeRun(CommandSettings):
     )
 
 
-NEEDS_TASK = frozenset({*OfWholeRun.model_fields, "eager"})
+NEEDS_TASK = frozenset({*WholeRunOptions.model_fields, "eager"})
 
 
-class OfPair(CommandSettings):
+class PairOptions(CommandSettings):
     """Own options of a run without --task, of which server and trainer are started here."""
 
     stop_grace_s: float = Field(
@@ -241,8 +241,8 @@ class OfPair(CommandSettings):
 
 
 class LaunchOptions(
-    OfWholeRun,
-    OfPair,
+    WholeRunOptions,
+    PairOptions,
     CommandLine,
     EnvironmentOptions,
     ServerSettings,
@@ -424,7 +424,7 @@ class LaunchOptions(
         can be used for another run, and without --on-end and --on-alert, which may hold secrets."""
         own = OWN | self.model_fields_set
         own -= (
-            OfPair.model_fields.keys() if self.starts_all else NEEDS_TASK
+            PairOptions.model_fields.keys() if self.starts_all else NEEDS_TASK
         ) - self.model_fields_set
         values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
         if self.starts_all:
