@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -23,6 +24,7 @@ OF_REPORT = {
 """Fields of the newest event `groups.counted`, most of them over the five seconds before it."""
 
 
+@dataclass(eq=False)
 class EnvironmentMetrics(Collector):
     """Reads what the environment counts anyway, at a scrape, in another thread.
 
@@ -31,20 +33,13 @@ class EnvironmentMetrics(Collector):
         items: gives the number of items by task and pool of the curriculum
     """
 
-    def __init__(
-        self,
-        counts: GroupCounts,
-        pool: InferencePool,
-        groups_in_progress: Callable[[], int],
-        items: Callable[[], Mapping[str, Mapping[str, int]]],
-    ) -> None:
-        self._counts = counts
-        self._pool = pool
-        self._groups_in_progress = groups_in_progress
-        self._items = items
+    counts: GroupCounts
+    pool: InferencePool
+    groups_in_progress: Callable[[], int]
+    items: Callable[[], Mapping[str, Mapping[str, int]]]
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts
+        counts = self.counts
         yield CounterMetricFamily(
             f"{PREFIX}groups_sent", "Number of groups that run-api took.", counts.groups_sent
         )
@@ -57,7 +52,7 @@ class EnvironmentMetrics(Collector):
         yield GaugeMetricFamily(
             f"{PREFIX}groups_in_progress",
             "Number of groups that are being sampled, graded or submitted.",
-            self._groups_in_progress(),
+            self.groups_in_progress(),
         )
         for name, meaning in OF_REPORT.items():
             if (value := counts.reported.get(name)) is not None:
@@ -71,7 +66,7 @@ class EnvironmentMetrics(Collector):
             "Number of items by the solve rate that the curriculum has measured.",
             labels=["task", "pool"],
         )
-        for task, counts in self._items().items():
+        for task, counts in self.items().items():
             for pool, count in counts.items():
                 pools.add_metric([task, pool], count)
         yield pools
@@ -90,7 +85,7 @@ class EnvironmentMetrics(Collector):
             "1 if the server answers this environment, else 0.",
             labels=["server"],
         )
-        for server in [*self._pool.servers]:
+        for server in [*self.pool.servers]:
             answered.add_metric([server.url], server.answered.total())
             load.add_metric([server.url], server.load)
             serving.add_metric([server.url], float(server.standing is State.SERVING))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
+from grpo_core.own_code import where
 from grpo_env.bridges import DATA_OPTIONS, EnvironmentUnusable, refuse_options
 from grpo_env.tasks import Task, TaskOptions
 
@@ -105,8 +105,6 @@ def _imported(env_id: str) -> ModuleType:
             f"environment's package beside env-server, or start env-server beside {name}.py"
         ) from error
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
         raise EnvironmentUnusable(
-            f"the environment {env_id} cannot be imported: {place.filename} line {place.lineno}: "
-            f"{type(error).__name__}: {error}"
+            f"the environment {env_id} cannot be imported: {where(error)}"
         ) from error
