@@ -143,6 +143,7 @@ class Engine:
             timeout=ASK_DEADLINE_S,
         )
         loop.add_reader(self._descriptor, self._read)
+        self._is_killed = False
         self._watching = asyncio.create_task(self._watch_server())
 
     async def status(self, **word: str | bool) -> dict[str, Any]:
@@ -202,6 +203,7 @@ class Engine:
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, number)
             elif not self.ended.done():
+                self._is_killed = True
                 self._server.kill()
 
     def _read(self) -> None:
@@ -222,7 +224,8 @@ class Engine:
     async def _watch_server(self) -> None:
         # The kernel kills the engine together with the fork server.
         code = await self._server.wait()
-        log.error("fork_server.ended", status=code)
+        if not self._is_killed:
+            log.error("fork_server.ended", status=code)
         self._end(code or 1)
 
     def _end(self, code: int) -> None:
