@@ -21,7 +21,7 @@ from grpo_core.listening import family_and_host
 
 _CONNECT_S, _HUB_S = 0.5, 10.0
 _PATH_STARTS = (".", "/", "~")
-DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _OF_MODELS = ("config.json", "tokenizer_config.json")
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_HEAD_BYTES = 100_000_000

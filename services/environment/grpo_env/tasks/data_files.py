@@ -23,6 +23,7 @@ _GZIP = ".gz"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _SLICE = re.compile(r"(?P<split>[^\[\]]+)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]")
 _MOST_CHARS_OF_A_CELL = 2**31 - 1
+_NAMES = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 
 class DataUnusable(GrpoError):
@@ -120,8 +121,9 @@ def _file_records(path: Path) -> Iterator[Record]:
         rows = _load(str(path), path.suffix[1:], data_files=str(path), split="train")
         return _numbered(f"{path} row", rows)
     text = _text(path)
-    if name.endswith(".csv"):
-        return _csv_records(path, text)
+    if name.endswith((".csv", ".tsv")):
+        separator = "\t" if name.endswith(".tsv") else _separator(text)
+        return _csv_records(path, text, separator)
     if name.endswith(".json") and text.lstrip().startswith("["):
         try:
             return _numbered(f"{path} row", json.loads(text))
@@ -141,10 +143,16 @@ def _text(path: Path) -> str:
         raise DataUnusable(f"cannot read {path}: {error}") from error
 
 
-def _csv_records(path: Path, text: str) -> Iterator[Record]:
+def _separator(text: str) -> str:
+    """The comma, or what the first line has instead of it."""
+    names = text.partition("\n")[0]
+    return next((separator for separator in ",;\t" if separator in names), ",")
+
+
+def _csv_records(path: Path, text: str, separator: str) -> Iterator[Record]:
     """Every cell is the text of the file: `007` stays `007`, and `None` a word."""
     csv.field_size_limit(_MOST_CHARS_OF_A_CELL)
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
         names = next(rows, [])
         repeated = sorted({name for name in names if names.count(name) > 1})
@@ -155,7 +163,7 @@ def _csv_records(path: Path, text: str) -> Iterator[Record]:
                 has = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
                 raise DataUnusable(
                     f"{path} line {rows.line_num} has {has}, and the first line names {len(names)} "
-                    "columns; put a cell with a comma between double quotes"
+                    f"columns; put a cell with a {_NAMES[separator]} between double quotes"
                 )
             yield Record(f"{path} line {rows.line_num}", dict(zip(names, cells, strict=True)))
     except csv.Error as error:

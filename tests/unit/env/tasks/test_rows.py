@@ -43,7 +43,8 @@ def test_a_file_of_json_lines_is_read_with_its_columns_renamed(tmp_path: Path) -
 
 ROWS = [{"prompt": "3+4=", "answer": "007"}, {"prompt": "a,\n\u2028b", "answer": "None"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
-CSV = 'prompt,answer\n3+4=,007\n"a,\n\u2028b",None\n'
+SEPARATED = 'prompt{0}answer\n3+4={0}007\n"a,\n\u2028b"{0}None\n'
+CSV = SEPARATED.format(",")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,9 @@ CSV = 'prompt,answer\n3+4=,007\n"a,\n\u2028b",None\n'
         "array.json": json.dumps(ROWS, indent=1).encode(),
         "lines.json": LINES.encode(),
         "rows.csv": CSV.encode("utf-8-sig"),
+        "semicolons.csv": SEPARATED.format(";").encode(),
+        "tabs.csv": SEPARATED.format("\t").encode(),
+        "rows.tsv": SEPARATED.format("\t").replace("prompt", '"prompt"').encode(),
         "rows.csv.gz": gzip.compress(CSV.replace("\n", "\r\n").encode()),
     }.items(),
 )
@@ -175,6 +179,7 @@ BAD_FILES = [
     ("rows.csv", "a,b\n1\n", "line 2 has 1 cell, and the first line names 2 columns"),
     ("rows.csv", "a,a\n1,2\n", "several columns with the name a"),
     ("rows.csv", "a,b\n1,2\n1,2,3\n", "line 3 has 3 cells, and the first line names 2 columns"),
+    ("rows.csv", "a;b\n1;2;3\n", "put a cell with a semicolon between double quotes"),
     ("rows.csv", 'a,b\n1,"2\n', "line 2 is not CSV: unexpected end of data"),
 ]
 
