@@ -15,6 +15,7 @@ import pytest
 from grpo_core.process import ManagedProcess
 from grpo_runs.services import child_environment
 from tests.compat.upstream_install import Upstream
+from tests.compat.upstream_processes import TUTORIAL as ATROPOS
 from tests.compat.upstream_processes import installed
 from tests.e2e.demo_run import NOISE, accuracy_of, load_model
 from tests.fixtures.inference import InferenceServer
@@ -22,7 +23,6 @@ from tests.support.pages import ROOT, block, command
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # the first use installs packages
 
-ATROPOS = "docs/tutorials/atropos-environment.md"
 VERIFIERS = "docs/how-to/verifiers.md"
 SOURCES = (ROOT / "shared", ROOT / "services/environment")
 """Of `env-server`, which the page installs beside verifiers."""

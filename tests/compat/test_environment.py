@@ -18,7 +18,7 @@ import pytest
 from grpo_core.process import ManagedProcess
 from grpo_runs.services import child_environment
 from tests.compat.upstream_install import Upstream
-from tests.compat.upstream_processes import MAX_TOKEN_LENGTH, left_in_session_of, start_environment
+from tests.compat.upstream_processes import left_in_session_of, start_environment
 from tests.fixtures.inference import InferenceServer
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]  # the first use installs atroposlib
@@ -31,6 +31,7 @@ STALE_NATS = 0.5
 
 STEPS = 8
 BATCH_SIZE = 32
+MAX_TOKEN_LENGTH = 128
 TRAINING_DEADLINE_S = 400.0
 ENVIRONMENT_END_DEADLINE_S = 300.0
 
@@ -79,8 +80,7 @@ def training_run(
             run_api_url,
             shared_server,
             directory / f"environment-{i}",
-            *("--env.group_size", str(share.group_size)),
-            *("--env.min_batch_allocation", str(share.minimum)),
+            f"--env.group_size {share.group_size} --env.min_batch_allocation {share.minimum}",
         )
         for i, share in enumerate(SHARES)
     ]

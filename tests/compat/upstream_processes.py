@@ -19,12 +19,13 @@ from grpo_core.process import ManagedProcess
 from grpo_runs.services import child_environment
 from tests.compat.upstream_install import PINS, NoPackageIndex, Upstream, ensure_upstream
 from tests.fixtures.inference import InferenceServer
+from tests.support.pages import command
 from tests.support.wait import wait_for
 
 SCRIPTS = Path(__file__).parent / "upstream_side"
 SCRIPT_DEADLINE_S = 300
 TESTS_DEADLINE_S = 400
-MAX_TOKEN_LENGTH = 128
+TUTORIAL = "docs/tutorials/atropos-environment.md"
 
 
 def installed(pins: Path = PINS) -> Upstream:
@@ -60,29 +61,22 @@ class ScriptFailed(Exception):
 
 
 def start_environment(
-    upstream: Upstream, api_url: str, server: InferenceServer, directory: Path, *flags: str
+    upstream: Upstream, api_url: str, server: InferenceServer, directory: Path, sizes: str
 ) -> ManagedProcess:
-    """Start atroposlib's side as its users do: with the command line of its environment base.
-
-    Groups of 4 unless `flags` say otherwise; ends by itself after the number of steps that the
-    trainer announced.
-    """
-    command = [
-        *(str(upstream.python), str(SCRIPTS / "sums_environment.py"), "serve"),
-        *("--env.rollout_server_url", api_url),
-        *("--env.tokenizer_name", str(server.model)),
-        *("--env.max_token_length", str(MAX_TOKEN_LENGTH)),
-        "--env.total_steps=-1",
-        "--env.use_wandb=False",
-        *("--openai.server_type", "vllm"),
-        *("--openai.base_url", f"{server.url}/v1"),
-        *("--openai.model_name", str(server.model)),
-        *("--openai.api_key", "x"),
-        *flags,
-    ]
-    log = directory / "environment.log"
+    """Start atroposlib's side with the command of the tutorial. Ends by itself after the number of
+    steps that the trainer announced. Args: sizes: options that replace `--env.group_size 4`"""
+    of_the_page = {
+        "http://127.0.0.1:8000": api_url,
+        "http://127.0.0.1:9001": server.url,
+        "my-model": str(server.model),
+        "--env.group_size 4": sizes,
+    }
+    _, script, *words = command(TUTORIAL, "sums_environment.py serve", of_the_page)
     return ManagedProcess(
-        "environment", command, log, child_environment(threads=1, model=str(server.model))
+        "environment",
+        [str(upstream.python), str(SCRIPTS / script), *words],
+        directory / "environment.log",
+        child_environment(threads=1, model=str(server.model)),
     )
 
 
