@@ -40,17 +40,9 @@ def train(trl: Path, directory: Path, *flags: str) -> dict[str, Any]:
     """Returns what the training found out."""
     data = directory / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "grpo_runs",
-        "sft",
-        "--model",
-        TINY,
-        "--data",
-        data,
-    ]
-    command += ["--output", directory / "sft", "--batch-size", str(len(ROWS)), *flags]
+    command: list[str | Path] = [sys.executable, "-m", "grpo_runs", "sft", "--model", TINY]
+    command += ["--data", data, "--output", directory / "sft", "--batch-size", str(len(ROWS))]
+    command += flags
     path = os.pathsep.join(filter(None, (str(trl), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         command,
