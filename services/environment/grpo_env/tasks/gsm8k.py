@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_env.maths.final_answer import MARK, find_result
 from grpo_env.maths.math_grader import MathGrader
-from grpo_env.tasks.rows import Row, Split, TaskOptions, rows_of
+from grpo_env.tasks.rows import Row, Split, TaskOptions, answer_of, problem_text, rows_of
 from grpo_env.tasks.task import Answer, Graded, Task
 from grpo_env.tasks.tool_calls import Message
 
@@ -87,18 +87,16 @@ def marked_number_format(text: str, *, finished: bool = True) -> float:
 
 
 def problem_of(row: dict[str, Any]) -> Row:
-    """The row with the right result as `gold`, a plain number without thousands separators.
+    """The row with its problem as `question`, and the right result as `gold`: a plain number,
+    without thousands separators.
 
     Raises:
         ValueError: with the mistake in the row.
     """
-    fields = [row.get("question"), row.get("answer")]
-    question, answer = (field if isinstance(field, str) else "" for field in fields)
-    if not question.strip():
-        raise ValueError("the field 'question' is empty")
+    question, answer = problem_text(row), answer_of(row)
     if MARK not in answer:
-        raise ValueError(f"the field 'answer' has no {MARK!r} before the result")
+        raise ValueError(f"the right answer has no {MARK!r} before the result")
     gold = answer.rpartition(MARK)[2].strip().replace(",", "")
     if not _GOLD.fullmatch(gold):
-        raise ValueError(f"field 'answer': expected a number after {MARK!r}, got {gold[:40]!r}")
-    return {**row, "gold": gold}
+        raise ValueError(f"the right answer: expected a number after {MARK!r}, got {gold[:40]!r}")
+    return {**row, "question": question, "gold": gold}

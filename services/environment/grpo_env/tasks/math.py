@@ -22,7 +22,7 @@ from grpo_env.maths.final_answer import (
     tagged_box,
 )
 from grpo_env.maths.math_grader import MathGrader
-from grpo_env.tasks.rows import Row, TaskOptions, answer_of, question_text
+from grpo_env.tasks.rows import Row, TaskOptions, answer_of, problem_text
 from grpo_env.tasks.task import Answer, Graded, Task
 
 _CONVERSATION = (
@@ -92,8 +92,6 @@ def think_answer_format(text: str, *, finished: bool = True) -> float:
 
 _TRAINING_DATA = "zwhe99/DeepMath-103K"
 _EVALUATION_DATA = "HuggingFaceH4/MATH-500"
-PROBLEM_COLUMNS = ("problem", "question", "prompt")
-ANSWER_COLUMNS = ("answer", "final_answer", "solution")
 
 
 class Math(Task):
@@ -116,7 +114,7 @@ class Math(Task):
 
     def prompt(self, row: Row) -> str:
         require_short(_gold(row))  # a row without an answer is named at the start
-        return zero_prompt(_problem(row))
+        return zero_prompt(problem_text(row))
 
     def reward(self, answer: Answer, row: Row) -> Graded:
         """accuracy: 1 if the last box in the last `<answer>` equals the row's answer. format: 1 for
@@ -140,19 +138,7 @@ class Math(Task):
         self._grader.close()
 
 
-def _problem(row: Row) -> str:
-    """The text of the first column that the row has. Raises `ValueError`."""
-    for column in PROBLEM_COLUMNS:
-        value = row.get(column)
-        if value is not None and (text := question_text(value)).strip():
-            return text
-    raise ValueError(
-        f"expected one of the columns {', '.join(PROBLEM_COLUMNS)}, found "
-        f"{', '.join(row) or 'none'}; name it with --columns problem=COLUMN"
-    )
-
-
 def _gold(row: Row) -> str:
     """The right answer, or the final one of a whole solution. Raises `ValueError`."""
-    text = answer_of(row, ANSWER_COLUMNS)
+    text = answer_of(row)
     return stated_answer(text) or text

@@ -33,8 +33,10 @@ Row = Mapping[str, Any]
 """One record of a data set: column name → value."""
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
 """The first one that a row has is its prompt."""
+PROBLEM_COLUMNS = ("problem", "question", "prompt")
 Split = Literal["train", "test"]
 ANSWER, COMPLETION, TOOLS = "answer", "completion", "tools"
+ANSWER_COLUMNS = (ANSWER, "final_answer", "solution")
 _RIGHT = "ground_truth"
 
 
@@ -81,7 +83,7 @@ def answer_text(value: Any) -> str:
     if isinstance(value, list | tuple) and len(value) == 1:
         return answer_text(value[0])
     if is_missing(value):
-        raise ValueError("the right answer is missing: its column is null or empty")
+        raise ValueError("the right answer is missing: its column is empty")
     if (text := _spelled(value)) is not None:
         return text
     if isinstance(value, Sequence):
@@ -122,14 +124,14 @@ def _float32(text: str) -> float:
     return number
 
 
-def question_text(value: Any) -> str:
-    """A prompt that a task puts into a text of its own.
-
-    Args: value: a text, or messages of which one is the user's, and others the system's
+def problem_text(row: Row) -> str:
+    """The problem, for a task that puts it into a text of its own: a text, or messages of which one
+    is the user's, and others the system's.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the row has no such column, or it holds neither.
     """
+    value = row[_given(row, PROBLEM_COLUMNS, "problem")]
     if isinstance(value, str):
         return value
     messages = value if isinstance(value, list | tuple) else ()
@@ -142,16 +144,28 @@ def question_text(value: Any) -> str:
     )
 
 
-def answer_of(row: Row, columns: Sequence[str]) -> str:
-    """The right answer in the first of these columns that the row has. Raises `ValueError`."""
-    for column in columns:
-        if not is_missing(row.get(column)):
-            try:
-                return answer_text(row[column])
-            except ValueError as error:
-                raise ValueError(f"column {column!r}: {error}") from error
-    found = ", ".join(row) or "none"
-    raise ValueError(f"expected the right answer in {' or '.join(columns)}; found {found}")
+def answer_of(row: Row) -> str:
+    """The right answer. Raises `ValueError`: the row has none, or it is of another type."""
+    column = _given(row, ANSWER_COLUMNS, ANSWER)
+    try:
+        return answer_text(row[column])
+    except ValueError as error:
+        raise ValueError(f"column {column!r}: {error}") from error
+
+
+def _given(row: Row, columns: Sequence[str], name: str) -> str:
+    """The first of the columns in which the row has a value. Raises `ValueError`."""
+    present = [column for column in columns if column in row]
+    for column in present:
+        if not is_missing(row[column]):
+            return column
+    if present:
+        raise ValueError(f"the column {present[0]!r} is empty")
+    near = [column for column in row if difflib.get_close_matches(column, columns, cutoff=0.8)]
+    raise ValueError(
+        f"no column for the {name}; expected one of {', '.join(columns)}, found "
+        f"{', '.join(row) or 'none'}; name it with --columns {name}={(near or ['COLUMN'])[0]}"
+    )
 
 
 _OF_SUPERVISED_TRAINING = "messages"
@@ -273,17 +287,8 @@ def conversation_of(row: Row) -> tuple[str, list[Message]]:
     Raises:
         ValueError: as `messages_of`
     """
-    present = [name for name in PROMPT_COLUMNS if name in row]
-    column = next((name for name in present if row[name] is not None), None)
-    if column is not None:
-        return column, as_messages(column, row[column])
-    if present:
-        raise ValueError(f"the column {present[0]!r} is null")
-    near = [name for name in row if difflib.get_close_matches(name, PROMPT_COLUMNS, cutoff=0.8)]
-    raise ValueError(
-        f"no column for the prompt; expected one of {', '.join(PROMPT_COLUMNS)}, found "
-        f"{', '.join(row) or 'none'}; name it with --columns prompt={(near or ['COLUMN'])[0]}"
-    )
+    column = _given(row, PROMPT_COLUMNS, "prompt")
+    return column, as_messages(column, row[column])
 
 
 def with_system_prompt(

@@ -23,12 +23,11 @@ from grpo_env.tasks.reward_functions import (
     as_reward,
     graded_of,
 )
-from grpo_env.tasks.rows import ANSWER, answer_text, is_missing, messages_of
+from grpo_env.tasks.rows import ANSWER, ANSWER_COLUMNS, answer_text, is_missing, messages_of
 from grpo_env.tasks.tools import is_coroutine
 from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.recipe.data import RecipeData
 
-SOLUTION_COLUMNS = (ANSWER, "final_answer", "solution")
 _END_OF_ANSWER = "</answer>"
 _DEFAULTS: Mapping[str, Any] = {"data": None, "rewards": ["exact_answer"], "stop": []}
 
@@ -53,7 +52,7 @@ class RecipeTask(Task):
         compared = self._rewards.keys() & COMPARING
         if compared and ANSWER not in row:
             raise ValueError(
-                f"no column for the answer; expected one of {', '.join(SOLUTION_COLUMNS)}, found "
+                f"no column for the answer; expected one of {', '.join(ANSWER_COLUMNS)}, found "
                 f"{', '.join(row)}; name it with dataset_solution_column"
             )
         if compared - {"exact_completion"}:
@@ -101,7 +100,7 @@ def row_count(options: Mapping[str, Any]) -> int:
 
 
 def _with_answer(row: Row) -> Row:
-    found = next((name for name in SOLUTION_COLUMNS if not is_missing(row.get(name))), None)
+    found = next((name for name in ANSWER_COLUMNS if not is_missing(row.get(name))), None)
     return row if found in (None, ANSWER) else {**row, ANSWER: row[found]}
 
 

@@ -206,10 +206,13 @@ def test_gsm8k_reads_both_splits_of_a_directory_and_lists_every_bad_row(tmp_path
         assert [item.row["gold"] for item in training_items(task)] == ["13"]
         assert [item.row["gold"] for item in evaluation_items(task)] == ["1080000"]
         bad = {
-            '{"answer": "#### 1"}': "the field 'question' is empty",
-            '{"question": "How?", "answer": "13"}': "the field 'answer' has no '####'",
+            '{"Frage": "How?", "answer": "#### 1"}': (
+                "no column for the problem; expected one of problem, question, prompt, "
+                "found Frage, answer; name it with --columns problem=COLUMN"
+            ),
+            '{"question": "How?", "answer": "13"}': "the right answer has no '####'",
             '{"question": "How?", "answer": "#### many"}': (
-                "field 'answer': expected a number after '####', got 'many'"
+                "the right answer: expected a number after '####', got 'many'"
             ),
         }
         write(tmp_path / "train.jsonl", EGGS, *bad)
@@ -219,6 +222,10 @@ def test_gsm8k_reads_both_splits_of_a_directory_and_lists_every_bad_row(tmp_path
     assert first.endswith(": 3 of 4 rows are invalid:")
     for number, (line, problem) in enumerate(zip(listed, bad.values(), strict=True), start=2):
         assert line.startswith(f"{tmp_path}/train.jsonl line {number}: {problem}")
+    named = {"prompt": "Frage"}
+    write(tmp_path / "train.jsonl", '{"Frage": "How?", "solution": "#### 1"}')
+    with closing(Gsm8k(TaskOptions(data=str(tmp_path), columns=named))) as task:
+        assert [item.messages[-1]["content"] for item in all_items(task)] == ["How?"]
 
 
 def test_a_directory_laid_out_like_a_hub_data_set_is_read_with_datasets(
@@ -269,7 +276,7 @@ BEGUN = {"role": "assistant", "content": "<think>\n"}
 GOLD = {"role": "assistant", "content": "So \\boxed{7}"}
 REFUSED_PROMPTS = [
     ({"prompt": ""}, "'prompt' is empty"),
-    ({"prompt": None}, "'prompt' is null"),
+    ({"prompt": None}, "'prompt' is empty"),
     ({"prompt": []}, "holds neither a text nor a list of messages"),
     ({"prompt": [{"content": "x"}]}, "message 0 has no role"),
     ({"prompt": [{"role": "user"}]}, "message 0 has no text as its content"),
@@ -365,5 +372,8 @@ def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
             all_items(task)
     assert "4 of 4 training rows" in str(failure.value)
     said = ("one message of the user", "is a list of 2", "a text of 60 words without")
-    for problem in (*said, "row 4: expected the right answer in answer or"):
+    for problem in (
+        *said,
+        "row 4: no column for the answer; expected one of answer, final_answer, solution",
+    ):
         assert problem in str(failure.value)
