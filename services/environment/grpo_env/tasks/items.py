@@ -99,7 +99,11 @@ def evaluation_items(task: Task) -> list[Item]:
     training = all_items(task)
     rows = task.rows("test")
     if rows is None:
-        found = [item for item in training if is_held_out(item.key, task.held_out)]
+        found = [
+            replace(item, place=item.place.replace("training", "held-out", 1))
+            for item in training
+            if is_held_out(item.key, task.held_out)
+        ]
     else:
         hides = training[0].hides_its_row
         test = [replace(item, hides_its_row=hides) for item in _items(task, rows, "evaluation")]

@@ -40,8 +40,9 @@ class EvaluationsFile(FollowedFile):
         self.found += new
         return new
 
-    def lifts(self) -> Iterator[tuple[str, Lift, int]]:
-        """Task, change of `SHOWN` from the first to the last evaluation, and number of items."""
+    def lifts(self) -> Iterator[tuple[str, Lift, int, int]]:
+        """Task, change of `SHOWN` from the first to the last evaluation, number of items in both,
+        and of those that one of them lost."""
         for task in dict.fromkeys(summary.task for summary in self.found):
             of_task = [summary for summary in self.found if summary.task == task]
             try:
@@ -54,10 +55,22 @@ class EvaluationsFile(FollowedFile):
                 continue  # a file was removed, or the options changed when the run was resumed
             if len(of_task) > 1:
                 yield from (
-                    (task, lift, comparison.items)
+                    (task, lift, comparison.items, _chosen(last) - comparison.items)
                     for lift in comparison.lifts
                     if lift.metric == SHOWN
                 )
+
+
+def _chosen(summary: EvalSummary) -> int:
+    """Number of items, with those that could not be evaluated."""
+    return summary.item_count + sum(summary.left_out.values())
+
+
+def _items_text(items: int, lost: int) -> str:
+    """`15 held-out items`; `9 of 15 held-out items (6 lost: see evaluation.item_lost)`."""
+    if not lost:
+        return f"{items} held-out items"
+    return f"{items} of {items + lost} held-out items ({lost} lost: see evaluation.item_lost)"
 
 
 def evaluation_line(summary: EvalSummary) -> str:
@@ -67,25 +80,27 @@ def evaluation_line(summary: EvalSummary) -> str:
     shown = "" if value is None else f"{SHOWN} {value:.3f}"
     interval = summary.intervals.get(SHOWN)
     between = f" ({interval.low:.3f} to {interval.high:.3f})" if interval else ""
+    items = _items_text(summary.item_count, _chosen(summary) - summary.item_count)
     return (
         f"evaluation of {summary.task}{after}: {shown}{between}, "
-        f"{summary.item_count} held-out items x {summary.samples}, {summary.duration_s:.1f} s"
+        f"{items} x {summary.samples}, {summary.duration_s:.1f} s"
     )
 
 
-def lift_text(task: str, lift: Lift, items: int) -> str:
+def lift_text(task: str, lift: Lift, items: int, lost: int) -> str:
     """`arithmetic: pass@1 0.312 -> 0.744 on 20 held-out items, +0.432 (0.355 to 0.510)`."""
     interval = lift.interval
-    between = f" ({interval.low:+.3f} to {interval.high:+.3f})" if interval else ""
+    chance = "" if lift.is_clear else ", may be chance"
+    between = f" ({interval.low:+.3f} to {interval.high:+.3f}{chance})" if interval else ""
     return (
-        f"{task}: {lift.metric} {lift.before:.3f} to {lift.after:.3f} on {items} held-out items, "
-        f"{lift.change:+.3f}{between}"
+        f"{task}: {lift.metric} {lift.before:.3f} to {lift.after:.3f} on "
+        f"{_items_text(items, lost)}, {lift.change:+.3f}{between}"
     )
 
 
-def few_items_warning(task: str, items: int) -> str | None:
-    """The line to show if an evaluation had few items."""
-    if items >= FEW_ITEMS:
+def few_items_warning(task: str, items: int, lost: int) -> str | None:
+    """The line to show if an evaluation had few items, and lost none."""
+    if lost or items >= FEW_ITEMS:
         return None
     return (
         f"{task}: {items} held-out items say little about the change; raise --env.held-out, give "

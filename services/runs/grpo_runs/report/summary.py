@@ -315,6 +315,6 @@ def report_run(
     screen.lines(summary_lines(facts, lifts), "bold")
     more = f"{command} --resume {run.path} --steps {2 * settings.sizes.steps}"
     screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
-    for task, _, items in evaluations.lifts():
-        if warning := few_items_warning(task, items):
+    for task, _, items, lost in evaluations.lifts():
+        if warning := few_items_warning(task, items, lost):
             screen.warning(warning)

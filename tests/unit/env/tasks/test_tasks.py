@@ -110,6 +110,7 @@ def test_no_item_is_in_training_and_in_evaluation(count: int, share: float) -> N
     task.held_out = share
     training = {item.key for item in training_items(task)}
     evaluation = {item.key for item in evaluation_items(task)}
+    assert all(item.place.startswith("held-out row") for item in evaluation_items(task))
     assert not training & evaluation
     assert len(training | evaluation) == count
     assert all(is_held_out(key, share) for key in evaluation)
