@@ -20,9 +20,12 @@ SENT, DROPPED, LOST = "groups_sent", "equal_scores", "lost"
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) \[(\w+) *\] (\S+)\s*(.*)")
 """As `grpo_core.logs` writes an event: time in UTC, level, name, fields."""
 _SERVICE = re.compile(r" ?\bservice=\S+")
-_OF_SEVERAL = ("check.failed", "metric.out_of_range")
-"""Events that tell of several things. Each is counted for itself."""
-_SUBJECT = re.compile(r"\b(?:check|metric)=(\S+)")
+_SUBJECTS = {
+    "check.failed": re.compile(r"\bcheck=(\S+)"),
+    "metric.out_of_range": re.compile(r"\bmetric=(\S+)"),
+    "reward.failed": re.compile(r"\berror=['\"]?(\w+)"),
+}
+"""Of events that tell of several things. Each is counted for itself."""
 _LEVELS = {"warning": "warning", "error": "error", "critical": "error", "exception": "error"}
 _IN_PROGRESS = re.compile(r"groups_in_progress=(\d+)")
 _EVALUATED = re.compile(r"evaluated=(\d+)/(\d+)")
@@ -105,8 +108,8 @@ class ServiceLogs:
             lines = (line.decode(errors="replace").rstrip("\n") for line in file.read())
             found += self._of(path.stem, lines)
         for one in sorted(found, key=lambda one: one.time):
-            subjects = _SUBJECT.findall(one.text)[:1] if one.event in _OF_SEVERAL else []
-            name = " ".join([one.service, one.event, *subjects])
+            subject = one.event in _SUBJECTS and _SUBJECTS[one.event].search(one.text)
+            name = " ".join([one.service, one.event, *([subject[1]] if subject else [])])
             before = self.warnings[name].count if name in self.warnings else 0
             self.warnings[name] = replace(one, count=before + 1)
 

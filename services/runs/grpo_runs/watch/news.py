@@ -15,7 +15,7 @@ from grpo_runs.watch.services import ENVIRONMENT, ServiceFacts, stage_of
 
 LOOK_EVERY_POLLS = 20
 """Once a second."""
-SPOIL_A_RUN = ("loss.sign", "rewards.all_equal")
+SPOIL_A_RUN = ("loss.sign", "rewards.all_equal", "reward.failed")
 
 
 class ServiceNews:

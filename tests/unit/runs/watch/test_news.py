@@ -34,6 +34,20 @@ def test_the_first_warning_of_each_name_is_shown(tmp_path: Path) -> None:
     assert screen.err == "warning: environment rewards.all_equal: score=0.0\n"
 
 
+def test_each_kind_of_a_reward_s_exceptions_is_shown_and_repeated(tmp_path: Path) -> None:
+    run, screen = RunDirectory(tmp_path), Shown()
+    run.logs.mkdir()
+    news = ServiceNews(screen, run.logs, run)
+    failed = "2026-01-01T10:00:00 [warning  ] reward.failed    at='my.py:3: f()' error="
+    told = ["\"KeyError: 'x'\" row=1", "'ValueError: no' row=2", "\"KeyError: 'y'\" row=3"]
+    log(run, "environment", *(failed + text for text in told))
+    named = [f"warning: environment reward.failed {kind}: " for kind in ("KeyError", "ValueError")]
+    news.look()
+    assert [screen.err.count(name) for name in named] == [1, 1]
+    news.repeat()
+    assert [screen.err.count(name) for name in named] == [2, 2]
+
+
 def test_what_trainer_and_environments_do_is_told(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for directory in (run.logs, run.checkpoints):
