@@ -72,8 +72,8 @@ class GroupCounts:
         self.groups_sent = 0
         self.reported: dict[str, Any] = {}
         self.queued = self.batch = 0
-        self._dropped_before = 0  # this batch
         self.failures: Counter[FailureReason] = Counter()
+        self._failures_before: Counter[FailureReason] = Counter()  # this batch
         self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
         self._reported_at = time.monotonic()
         self._window: Counter[str] = Counter()  # since then
@@ -99,16 +99,18 @@ class GroupCounts:
         return self.failures[FailureReason.EQUAL_SCORES]
 
     def begin_batch(self) -> None:
-        self._dropped_before = self.dropped
+        self._failures_before = self.failures.copy()
 
     @property
     def for_batch(self) -> str:
-        """`4 of 8 groups for this batch, 204 dropped; of the newest, 98 % have equal scores`"""
-        return (
-            f"{min(self.queued, self.batch)} of {self.batch} groups for this batch, "
-            f"{self.dropped - self._dropped_before} dropped; of the newest, "
-            f"{100 * (1 - self.kept_share):.0f} % have equal scores"
-        )
+        """`4 of 8 groups for this batch, 204 dropped; of the newest, 98 % have equal scores`, and
+        `0 of 8 groups for this batch, 0 dropped, 6 lost`"""
+        failures = self.failures - self._failures_before
+        dropped = failures.pop(FailureReason.EQUAL_SCORES, 0)
+        told = f"{min(self.queued, self.batch)} of {self.batch} groups for this batch, "
+        told += f"{dropped} dropped" + (f", {failures.total()} lost" if failures else "")
+        equal = f"{100 * (1 - self.kept_share):.0f} % have equal scores"
+        return told if self.kept_share == 1 else f"{told}; of the newest, {equal}"
 
     def report_if_due(self) -> dict[str, Any] | None:
         """The fields of the next report; None if it is not due yet."""

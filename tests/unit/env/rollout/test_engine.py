@@ -270,12 +270,17 @@ async def test_an_item_that_no_server_sampled_is_given_again() -> None:
     assert [[*positions.values()] for positions in sent] == [["0-0"], ["0-2"], ["0-2"]]
 
 
-def test_only_equal_scores_lower_the_share_of_kept_groups() -> None:
+def test_dropped_and_lost_groups_are_told_apart() -> None:
     counts = GroupCounts()
+    counts.batch = 2
     assert counts.kept_share == 1
     for _ in range(3):
         counts.record(SampledGroup(lost=GroupLost(FailureReason.EQUAL_SCORES, "all 1")))
     assert counts.kept_share == pytest.approx(1 / 4)
+    told = "0 of 2 groups for this batch"
+    assert counts.for_batch == f"{told}, 3 dropped; of the newest, 75 % have equal scores"
+    counts.begin_batch()
     for _ in range(64):  # older groups are forgotten
         counts.record(SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, "no server")))
     assert counts.kept_share == 1
+    assert counts.for_batch == f"{told}, 0 dropped, 64 lost"
