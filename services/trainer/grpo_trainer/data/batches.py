@@ -312,7 +312,8 @@ class EnvironmentWatch:
                 "environments.disconnected",
                 registered=environments.registered,
                 return_deadline_s=self._return_deadline_s,
-                hint="start an environment, or raise --environment-return-deadline-s",
+                hint="read the environments' logs; start an environment, or raise "
+                "--environment-return-deadline-s",
             )
         elif self._deadline.has_passed:
             raise NoEnvironmentLeft(
