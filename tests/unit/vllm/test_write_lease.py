@@ -10,6 +10,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.ref import WeightKind, WeightRef
@@ -335,6 +336,13 @@ async def test_an_engine_serves_the_model_if_nothing_was_trained_or_it_is_told_t
     assert (bridge.version, bridge.refusal()) == (version, None)
     saved = [ServedWeights(WeightRef(version=PolicyVersion(3, 0)))] if flags else []
     assert record.saved == saved
+
+
+async def test_a_wait_for_weights_is_normal_when_a_run_is_resumed(record: Record) -> None:
+    with capture_logs() as logs:
+        await started(IN_MEMORY, record)
+    (line,) = (line for line in logs if line["event"] == "wait_for_write_back.started")
+    assert line["log_level"] == "info"
 
 
 async def write_back(bridge: WeightBridge, version: PolicyVersion) -> None:

@@ -79,7 +79,7 @@ class WriteBack:
         self._changed.clear()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(deadline_s, self._give_up, deadline_s)
-        log.warning(
+        log.info(
             "wait_for_write_back.started",
             policy_version=tuple(version),
             deadline_s=deadline_s,
