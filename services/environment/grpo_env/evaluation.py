@@ -124,8 +124,10 @@ async def evaluate(
     found: list[EvalItem] = []
     versions: list[tuple[PolicyVersion, PolicyVersion]] = []
     left_out: Counter[str] = Counter()
+    detail = ""
 
     async def add(item: Item) -> None:
+        nonlocal detail
         async with places:
             try:
                 sampled = await engine.roll_out(item, plan)
@@ -163,6 +165,7 @@ async def evaluate(
         versions=(min(every), max(every)) if every else None,
         answers_by_version=by_version,
         left_out=left_out,
+        last_failure=detail,
         seed=evaluation.seed,
     )
 

@@ -144,12 +144,14 @@ class EvalResult(EvalSummary):
         versions: tuple[PolicyVersion, PolicyVersion] | None = None,
         answers_by_version: Mapping[str, int] | None = None,
         left_out: Mapping[str, int] | None = None,
+        last_failure: str = "",
         seed: int = 0,
     ) -> Self:
         """Estimate the metrics.
 
         Args:
             ks: empty means 1 and the number of answers to each item
+            last_failure: why the last item was left out
             seed: of the bootstrap
 
         Raises:
@@ -160,9 +162,10 @@ class EvalResult(EvalSummary):
         left_out = {reason: count for reason, count in (left_out or {}).items() if count}
         if not items:
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            last = f", the last one because: {last_failure}" if last_failure else ""
             raise NothingEvaluated(
-                f"{task}: no item was evaluated ({reasons or 'the data set is empty'}); check the "
-                "data set and the log"
+                f"{task}: no item was evaluated ({reasons or 'the data set is empty'}{last}); "
+                "check the data set and the log"
             )
         samples = _samples_of(items, task)
         metrics, intervals = _estimates(items, sorted({*ks} or {1, samples}), seed)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.evaluation.results import read_summaries
+from grpo_core.evaluation.results import NothingEvaluated, read_summaries
 from grpo_core.rollouts.files import read_step, steps_in
 from grpo_env.actions import NothingProcessed, process
 from grpo_env.assembly import TaskSet
@@ -82,6 +82,16 @@ async def test_greedy_needs_one_answer_and_lost_items_are_counted(tmp_path: Path
     assert [b["n"] for b in server.bodies("POST /generate")] == [1, 1]
     [summary] = read_summaries(output)
     assert (summary.item_count, summary.left_out) == (1, {"unavailable": 1})
+
+
+async def test_if_no_item_is_evaluated_the_error_says_why(tmp_path: Path) -> None:
+    reason = r"2 refused, the last one because: .*400.*no such model.*; check the data set"
+    with pytest.raises(NothingEvaluated, match=reason):
+        await act(
+            evaluate_once,
+            lambda _body: (400, {"detail": "no such model"}),
+            f"--eval-output={tmp_path / 'eval.jsonl'}",
+        )
 
 
 async def test_a_run_is_evaluated_before_its_first_and_after_its_last_step(tmp_path: Path) -> None:
