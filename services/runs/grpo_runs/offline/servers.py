@@ -52,7 +52,8 @@ def choose(keys: OfflineKeys) -> Sampling:
 
     Raises:
         ServiceUnavailable: no server answers.
-        ServerUnsuitable: the server has no way to take new weights that `sync.mode` names.
+        ServerUnsuitable: the server has no way to take new weights that `sync.mode` names, or is
+            none of these servers.
     """
     wanted, backend = keys.sync.mode, keys.generation.backend
     if backend == "local":
@@ -75,17 +76,30 @@ def bridge_info(url: str) -> BridgeInfo | None:
 
     Raises:
         ServiceUnavailable: no server answers.
+        ServerUnsuitable: another program answers.
     """
     hint = "start the server, or check generation.base_url"
     client = ServiceClient("inference server", url, _DEADLINE_S, _REQUEST_S, None, hint)
     try:
         return BridgeInfo.model_validate_json(client.send("GET", "/bridge/info").content)
     except RequestRefused as error:
-        if error.status in _NO_ROUTE:
-            return None
-        raise
+        if error.status not in _NO_ROUTE:
+            raise
+        _require_openai_api(client)
+        return None
     finally:
         client.close()
+
+
+def _require_openai_api(client: ServiceClient) -> None:
+    try:
+        client.send("GET", "/v1/models")
+    except RequestRefused as error:
+        if error.status in _NO_ROUTE:  # others ask for a key
+            raise ServerUnsuitable(
+                f"{client.base_url} answers, but is no vLLM, SGLang or OpenAI API; check "
+                "generation.base_url"
+            ) from None
 
 
 def _mode_of(info: BridgeInfo) -> ModeName:

@@ -34,9 +34,13 @@ from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import _probe_batch, build_forward_pass
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import vocabulary_of
-from tests.support.http_stub import stub_server
+from tests.support.http_stub import Answer, stub_server
 
 OURS = {"policy_version": [0, 0], "paused": False, "weights_intact": True}
+
+
+def no_route(_body: Any) -> Answer:
+    return 404, {}
 
 
 def keys(url: str, backend: str = "vllm_server", mode: str = "auto") -> OfflineKeys:
@@ -60,10 +64,19 @@ def test_our_server_is_asked_for_its_mode(said: dict[str, Any], expected: str) -
 
 
 def test_another_vllm_server_keeps_its_weights() -> None:
-    with stub_server({"GET /bridge/info": lambda _: (404, {})}) as stub:
+    routes = {"GET /bridge/info": no_route, "GET /v1/models": lambda _: (401, {})}
+    with stub_server(routes) as stub:
         assert choose(keys(stub.url)) == Sampling("stock_vllm", "frozen")
         with pytest.raises(ServerUnsuitable, match="start vllm-api-server at"):
             choose(keys(stub.url, mode="shared_vllm"))
+
+
+def test_another_program_is_no_server() -> None:
+    with (
+        stub_server({"GET /bridge/info": no_route, "GET /v1/models": no_route}) as stub,
+        pytest.raises(ServerUnsuitable, match="is no vLLM, SGLang or OpenAI API; check generation"),
+    ):
+        choose(keys(stub.url))
 
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "frozen"])
