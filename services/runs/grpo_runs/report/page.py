@@ -81,20 +81,21 @@ def config_of(run: RunDirectory) -> Mapping[str, Any]:
     """The options of the run by field; empty if they are not known."""
     offline, sft = run.path / "keys.yaml", run.path / "sft.json"
     kinds = {run.config: options_in, offline: _of_keys, sft: dict}
-    path = next((path for path in kinds if path.is_file()), None)
-    if path is None:
-        return {}
-    try:
-        found, _ = read_file(path)
-        return kinds[path](found)
-    except ValueError as error:
-        raise ProtocolViolation(str(error)) from None
-    except (KeyError, TypeError) as error:
-        raise ProtocolViolation(f"{path} is not complete: {error}") from None
+    found: dict[str, Any] = {}
+    for path in filter(Path.is_file, kinds):
+        try:
+            found |= kinds[path](read_file(path)[0])
+        except ValueError as error:
+            raise ProtocolViolation(str(error)) from None
+        except (KeyError, TypeError) as error:
+            raise ProtocolViolation(f"{path} is not complete: {error}") from None
+    return found
 
 
 def _of_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {**keys, "model": keys["model"]["train_id"], "task": [keys["data"]["task"]]}
+    found = {**keys, "model": keys["model"]["train_id"], "task": [keys["data"]["task"]]}
+    is_local = keys.get("generation", {}).get("backend") == "local"
+    return found | ({"mode": "local"} if is_local else {})
 
 
 def title_of(config: Mapping[str, Any]) -> str:

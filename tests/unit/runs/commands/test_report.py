@@ -11,7 +11,9 @@ import pytest
 from grpo_core.settings import load_settings
 from grpo_runs.commands.rollouts import report
 from grpo_runs.report.evaluations import Evaluations
+from grpo_runs.report.page import config_of, title_of
 from grpo_runs.report.steps import metric_curves
+from grpo_runs.run_directory import RunDirectory
 from grpo_runs.settings import ReportSettings
 from tests.unit.runs.records import evaluation, metrics_line
 from tests.unit.runs.stand_ins import Shown
@@ -62,6 +64,16 @@ def test_the_page_is_titled_by_what_was_trained(
     (tmp_path / file).write_text(content)
     assert reported(tmp_path)[0] == 0
     assert f"<title>{title}</title>" in (tmp_path / "report.html").read_text()
+
+
+def test_an_offline_run_that_samples_by_itself_has_the_mode_local(tmp_path: Path) -> None:
+    """Its trainer wrote the options it got, with the mode none."""
+    run = RunDirectory(tmp_path)
+    run.config.write_text("mode: none\nsteps: 6\n")
+    content = "generation: {backend: local}\nmodel: {train_id: m}\ndata: {task: sums}\n"
+    (tmp_path / "keys.yaml").write_text(content)
+    config = config_of(run)
+    assert (config["mode"], config["steps"], title_of(config)) == ("local", 6, "GRPO on sums: m")
 
 
 def test_open_shows_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
