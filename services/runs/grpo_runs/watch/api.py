@@ -164,9 +164,10 @@ def _about(live: LiveRun) -> dict[str, Any]:
     live.read_files()
     settings, texts = live.settings(), _texts(live)
     rewards = [(row.step, row.values[REWARD]) for row in live.log.rows if REWARD in row.values]
-    facts: Mapping[str, str] = {}
+    facts: dict[str, str] = {}
     with suppress(GrpoError):  # the name of the run cannot be read
-        facts = facts_of(live.run, settings, {REWARD: rewards}, live.evaluations())
+        facts = {**facts_of(live.run, settings, {REWARD: rewards}, live.evaluations())}
+        facts.pop("Steps", None)  # the page's heading has the newest one, and how many in all
     return {
         "id": live.id,
         "title": title_of(settings),

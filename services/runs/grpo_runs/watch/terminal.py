@@ -37,7 +37,7 @@ PARTS = {"wait": "wait for data", "train": "train", "publish": "publish", "save"
 COLOURS = {"wait": "yellow", "train": "blue", "publish": "magenta", "save": "green"}
 LEVELS = {"error": "bold red", "warning": "yellow"}
 SIDE_BY_SIDE, WIDE = 76, 100
-"""Columns from which services and times are side by side, and from which details are shown."""
+"""Columns from which services and times are side by side, and from which details and bars are."""
 FEWEST_WARNINGS = 3  # lines for them, if there are some
 
 
@@ -91,7 +91,7 @@ def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableTyp
     width, height = size
     curves = [one for one in curves_of(live, "step", 1000) if _is_shown(one["name"])]
     services = _services(state["services"], now, has_details=width >= WIDE)
-    times = _times(state, longest_bar=16 if width >= WIDE else 6)
+    times = _times(state, longest_bar=16 if width >= WIDE else 0)
     upper: RenderableType
     rows = len(state["services"]) + 2, len(state["times"]) + 2
     if width < SIDE_BY_SIDE:
@@ -139,13 +139,13 @@ def _services(
     table = Table(box=None, padding=(0, 1), title="Services", title_justify="left")
     for name in ("service", "stage", "for", "memory"):
         side: JustifyMethod = "right" if name in ("for", "memory") else "left"
-        table.add_column(name, justify=side, no_wrap=True)
+        table.add_column(name, justify=side, no_wrap=name != "stage")  # which alone is cut
     for one in services:
         since, memory = one["since"], one["memory_bytes"]
         detail = f" ({one['detail']})" if one["detail"] and has_details else ""
         table.add_row(
             one["name"],
-            f"{one['stage']}{detail}",
+            Text(f"{one['stage']}{detail}", no_wrap=True, overflow="ellipsis"),
             duration(max(0.0, now - since)) if since else "",
             f"{memory / MIB:.0f} MiB" if memory else "",
         )

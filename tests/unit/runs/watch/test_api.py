@@ -74,6 +74,7 @@ def test_a_run_and_its_curves(run: RunDirectory) -> None:
     about = client.get("/api/runs/mine").json()
     assert about["settings"]["lr"] == 0.001
     assert ["Seed", "3"] in about["facts"]
+    assert "Steps" not in dict(about["facts"]), "the heading has them"
     curves = client.get("/api/runs/mine/curves?x=step&points=100").json()["curves"]
     assert curves[0]["title"] == "Mean reward"
     assert curves[0]["points"] == [[1, 0.1, 1], [2, 0.2, 2]]

@@ -16,9 +16,10 @@ import pytest
 from rich.console import Console
 
 from grpo_runs.process.records import ProcessRecords
+from grpo_runs.process.stack import MIB
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.live_run import LiveRun
-from grpo_runs.watch.terminal import screen_of, sparkline
+from grpo_runs.watch.terminal import _beside, _services, _times, screen_of, sparkline
 from tests.unit.runs.records import metrics_object
 
 
@@ -49,6 +50,19 @@ def test_one_screen(tmp_path: Path, width: int, height: int) -> None:
     lines = shown.splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) <= height
+
+
+def test_only_the_stage_of_a_service_is_cut() -> None:
+    facts = {"since": 900.0, "memory_bytes": 1144 * MIB, "detail": "3 groups in progress; " * 4}
+    service = {"name": "environment-arithmetic", "stage": "sampling", **facts}
+    console = Console(width=110, height=40, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        times = _times({"times": {"train": {"newest": 1.0, "median": 1.0}}}, longest_bar=16)
+        console.print(_beside(_services([service], 1000.0, has_details=True), times))
+    line = captured.get().splitlines()[2]
+    assert line.split()[0] == "environment-arithmetic"
+    assert "sampling (3 groups" in line
+    assert "…  2 min  1144 MiB" in line
 
 
 def test_q_ends_it_and_the_terminal_is_as_before(tmp_path: Path) -> None:
