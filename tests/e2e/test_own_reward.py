@@ -57,7 +57,7 @@ def lift_line(before: float) -> str:
     number = r"[+-]\d\.\d{3}"
     return (
         rf"^held out: sums: pass@1 {before:.3f} to \d\.\d{{3}} on \d+ held-out items, "
-        rf"{number} \({number} to {number}\)$"
+        rf"{number} \({number} to {number}(, may be chance)?\)$"
     )
 
 

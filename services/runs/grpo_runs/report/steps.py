@@ -215,7 +215,7 @@ STEP_COLUMNS: Sequence[Column[StepRecord]] = (
     Column("reward", 7, lambda r: f"{r.reward_mean:.3f}", "mean", "mean reward of the completions"),
     Column(
         *("loss", 8, lambda r: f"{r.loss:.4f}", ""),
-        "GRPO's loss, which stays near 0 even while the reward rises",
+        "the loss; that of GRPO stays near 0 even while the reward rises",
     ),
     Column(
         *("ratio", 6, lambda r: optional(r.mean_ratio, ".3f"), "mean"),

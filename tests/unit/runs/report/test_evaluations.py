@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_core.evaluation.results import EvalItem, EvalResult, save
+from grpo_core.evaluation.statistics import Interval
+from grpo_core.evaluation.tables import Lift
 from grpo_runs.report.evaluations import (
     EvaluationsFile,
     evaluation_line,
@@ -39,3 +41,11 @@ def test_items_that_were_lost_are_counted_and_more_rows_are_no_advice(tmp_path: 
     task, _, *items = lift
     assert few_items_warning(task, *items) is None
     assert few_items_warning(task, 9, 0), "of which none was lost"
+
+
+def test_a_lift_whose_interval_contains_0_may_be_chance() -> None:
+    text = lift_text("sums", Lift("pass@1", 0.2, 0.25, Interval(-0.1, 0.2)), 20, 0)
+    assert text.endswith("+0.050 (-0.100 to +0.200, may be chance)")
+    assert lift_text("sums", Lift("pass@1", 0.2, 0.3, Interval(0.1, 0.2)), 20, 0).endswith(
+        "+0.200)"
+    )
