@@ -309,12 +309,17 @@ include helm/helm.mk
 # Everything that installing, testing and building leave here. Not runs/, which holds results.
 LEFT = $(wildcard $(VENV) .venv-vllm-* site dist .hypothesis .*_cache)
 LEFT_BY_ALL = $(LEFT) $(shell test -d "$(CACHE)" && echo '"$(CACHE)"')
+REMOVE_BYTECODE = find . -path ./runs -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+# What commands of the documentation write into the working directory.
+YOURS = runs/, outputs/, multirun/, eval/ and eval.jsonl, my-model/, merged-model/ and *.jsonl
 
 .PHONY: clean
 clean: ## Remove .venv and the caches of this directory
-	rm -rf $(LEFT)
+	@rm -rf $(LEFT)
+	@$(REMOVE_BYTECODE)
+	@echo "removed __pycache__ $(LEFT)"
 
 .PHONY: clean-all
 clean-all: ## List .venv and all caches with their sizes; REMOVE=1 removes them
 	@$(if $(strip $(LEFT_BY_ALL)),du -shc $(LEFT_BY_ALL),echo "nothing to remove")
-	@$(if $(filter 1,$(REMOVE)),rm -rf $(LEFT_BY_ALL),echo "To remove all of it: make clean-all REMOVE=1. Your results are in runs/: remove them by hand.")
+	@$(if $(filter 1,$(REMOVE)),rm -rf $(LEFT_BY_ALL); $(REMOVE_BYTECODE); echo removed,echo "To remove all of it: make clean-all REMOVE=1. Yours to remove by hand: $(YOURS)")
