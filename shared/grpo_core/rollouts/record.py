@@ -48,6 +48,7 @@ class RolloutRecord:
         staleness: steps between the sampling of the first token and this step's update
         finish_reason: "stop" or "length"
         completion_tokens: tokens that the policy sampled, including those beyond --seq-len
+        part: [1, 2] if it is the first of two sequences of one rollout; None if it is the only one
 
     An optional value is None if it is not known.
     """
@@ -73,6 +74,7 @@ class RolloutRecord:
     temperature: float
     completion_tokens: int
     teacher_logprobs: list[float | None] = field(default_factory=list)
+    part: list[int] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -103,6 +105,7 @@ def records_of_group(
     overrides: list[dict[str, Any]] = group.overrides or [{}] * group.size
     versions = (facts or RolloutFacts.of(group)).policy_version
     known = [[list(version) for version in both] for both in versions]
+    rollouts = group.rollouts
     return [
         RolloutRecord(
             step=step,
@@ -130,6 +133,9 @@ def records_of_group(
             teacher_logprobs=_of_trained(group, index, group.teacher_logprobs(index))
             if group.distill_logprobs
             else [],
+            part=[rollouts[: index + 1].count(rollouts[index]), several]
+            if (several := rollouts.count(rollouts[index])) > 1
+            else None,
         )
         for index, override in enumerate(overrides)
     ]

@@ -176,7 +176,8 @@ def sample_lines(record: RolloutRecord, text: RolloutText, width: int) -> Iterat
 
 def _facts(record: RolloutRecord) -> Iterator[str]:
     yield f"step {record.step}"
-    yield f"group {record.group}.{record.index}"
+    part = " (part {} of {})".format(*record.part) if record.part else ""
+    yield f"group {record.group}.{record.index}{part}"
     if record.task:
         yield record.task
     yield f"score {number(record.score)}"

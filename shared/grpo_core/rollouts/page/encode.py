@@ -74,6 +74,7 @@ class GroupEncoder:
         self.has_trainer |= bool(record.logprobs)
         return {
             "index": record.index,
+            "part": record.part,
             "score": rounded(record.score),
             "parts": {name: rounded(value) for name, value in record.parts.items()},
             "reason": record.reason,

@@ -89,6 +89,15 @@ def test_a_bare_group_and_keys_with_a_foreign_meaning() -> None:
     assert records(overrides=[partly] * 2)[0].parts == {"a": 1.0}
 
 
+def test_sequences_of_one_rollout_are_numbered() -> None:
+    def parts(*rollouts: int) -> list[Any]:
+        overrides = [{"rollout_index": rollout} for rollout in rollouts]
+        return [one.part for one in records(overrides=overrides)]
+
+    assert parts(3, 3) == [[1, 2], [2, 2]]
+    assert parts(0, 1) == [None, None]
+
+
 @pytest.mark.parametrize(
     ("roles", "mask", "prompt"),
     [

@@ -30,6 +30,7 @@ def run(tmp_path: Path) -> Path:
                 task="other" if index == 1 else "sums",
                 item="x" if index == 1 else "ab12",
                 completion_tokens=9 if index == 1 else 2,
+                part=[1, 2] if index == 1 else None,
             )
             for index, score in enumerate(scores)
         ]
@@ -51,6 +52,7 @@ def test_a_sample_shows_all_that_is_known_of_it(run: Path) -> None:
         "  tokens 2 + 2 (stop)  staleness 0  |logprob difference| 3.8e-01",
         *("prompt", "  1 + 2?", "completion", "  3", "reason", "  r10", ""),
     ]
+    assert "group 0.1 (part 1 of 2)  other" in shown(run, "--step", "1", "--limit", "2").out
 
 
 @pytest.mark.parametrize(

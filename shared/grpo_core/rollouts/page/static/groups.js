@@ -193,6 +193,7 @@ function originOf(origin) {
 
 function aboutOf(sequence) {
   const facts = [
+    sequence.part && `part ${sequence.part[0]} of ${sequence.part[1]} of its rollout`,
     sequence.advantage !== null && `advantage ${signed(sequence.advantage)}`,
     partsText(sequence.parts),
     counted(sequence.length, "token"),
