@@ -85,21 +85,24 @@ def bridge_info(url: str) -> BridgeInfo | None:
     except RequestRefused as error:
         if error.status not in _NO_ROUTE:
             raise
-        _require_openai_api(client)
-        return None
+        if _has_openai_api(client):
+            return None
+    except ValidationError:
+        pass  # it has an answer to every path
     finally:
         client.close()
+    raise ServerUnsuitable(
+        f"{client.base_url} answers, but is no vLLM, SGLang or OpenAI API; check "
+        "generation.base_url"
+    )
 
 
-def _require_openai_api(client: ServiceClient) -> None:
+def _has_openai_api(client: ServiceClient) -> bool:
     try:
         client.send("GET", "/v1/models")
     except RequestRefused as error:
-        if error.status in _NO_ROUTE:  # others ask for a key
-            raise ServerUnsuitable(
-                f"{client.base_url} answers, but is no vLLM, SGLang or OpenAI API; check "
-                "generation.base_url"
-            ) from None
+        return error.status not in _NO_ROUTE  # others ask for a key
+    return True
 
 
 def _mode_of(info: BridgeInfo) -> ModeName:

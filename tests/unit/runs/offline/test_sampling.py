@@ -39,10 +39,6 @@ from tests.support.http_stub import Answer, stub_server
 OURS = {"policy_version": [0, 0], "paused": False, "weights_intact": True}
 
 
-def no_route(_body: Any) -> Answer:
-    return 404, {}
-
-
 def keys(url: str, backend: str = "vllm_server", mode: str = "auto") -> OfflineKeys:
     generation = {"backend": backend, "base_url": url}
     return OfflineKeys.model_validate({"generation": generation, "sync": {"mode": mode}})
@@ -64,16 +60,18 @@ def test_our_server_is_asked_for_its_mode(said: dict[str, Any], expected: str) -
 
 
 def test_another_vllm_server_keeps_its_weights() -> None:
-    routes = {"GET /bridge/info": no_route, "GET /v1/models": lambda _: (401, {})}
+    routes = {"GET /bridge/info": lambda _: (404, {}), "GET /v1/models": lambda _: (401, {})}
     with stub_server(routes) as stub:
         assert choose(keys(stub.url)) == Sampling("stock_vllm", "frozen")
         with pytest.raises(ServerUnsuitable, match="start vllm-api-server at"):
             choose(keys(stub.url, mode="shared_vllm"))
 
 
-def test_another_program_is_no_server() -> None:
+@pytest.mark.parametrize("answer", [(404, {}), (200, {"hello": "world"})])
+def test_another_program_is_no_server(answer: Answer) -> None:
+    routes = dict.fromkeys(("GET /bridge/info", "GET /v1/models"), lambda _: answer)
     with (
-        stub_server({"GET /bridge/info": no_route, "GET /v1/models": no_route}) as stub,
+        stub_server(routes) as stub,
         pytest.raises(ServerUnsuitable, match="is no vLLM, SGLang or OpenAI API; check generation"),
     ):
         choose(keys(stub.url))
