@@ -243,6 +243,8 @@ def test_a_sandbox_that_does_not_work_is_a_mistake_before_anything_starts(
         ("--task lacks.py --data rows.jsonl --dry-run", "lacks.py line 1: ModuleNotFoundError"),
         ("--task my.py --data rows.jsonl --columns prompt=q", "no column 'q'"),
         ("--task arithmetic,my.py --data column.jsonl", "expected one of prompt, messages"),
+        ("--task dies.py --data rows.jsonl", "dies.py: loading it ended with SIGKILL"),
+        ("--task waits.py --data rows.jsonl --start-deadline-s 5", "raise --start-deadline-s"),
     ],
 )
 def test_a_mistake_in_code_or_data_is_told_before_a_run_begins(
@@ -250,6 +252,8 @@ def test_a_mistake_in_code_or_data_is_told_before_a_run_begins(
 ) -> None:
     (tmp_path / "my.py").write_text("def reward(answer, row):\n    return 1\n")
     (tmp_path / "lacks.py").write_text("import no_such_module\nfrom my import reward\n")
+    (tmp_path / "dies.py").write_text("import os\nos.kill(os.getpid(), 9)\nfrom my import reward\n")
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\nfrom my import reward\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4="}\n')
     (tmp_path / "column.jsonl").write_text('{"promt": "3+4="}\n')
     monkeypatch.chdir(tmp_path)

@@ -52,10 +52,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _loaded_items(settings: EnvServerSettings) -> Iterator[str]:
     """For `--dry-run`: loads the tasks and reads their rows, as a start does."""
     from grpo_env.assembly import open_tasks
+    from grpo_env.tasks.items import evaluation_items
 
     with contextlib.redirect_stdout(io.StringIO()), open_tasks(settings) as tasks:
-        items = len(tasks.training_stream(settings.seed, settings.curriculum))
-    yield f"{items} prompts for training"
+        if settings.action == "evaluate":
+            items = sum(len(evaluation_items(task)) for task in tasks.tasks)
+        else:
+            items = len(tasks.training_stream(settings.seed, settings.curriculum))
+    yield f"{items} prompts"
 
 
 def _with_made_model(settings: EnvServerSettings) -> EnvServerSettings:

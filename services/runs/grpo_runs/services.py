@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError
+from grpo_core.process import describe_exit, killed_with_parent
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import WITHOUT_REDIS, redis_password
 from grpo_core.service_url import hide_passwords
@@ -284,15 +285,24 @@ def problem_of_tasks(settings: RunSettings) -> str | None:
         _, _, module_name, task, *_ = service.command
         if module_name != MODULES[ENVIRONMENT] or (task in BY_TASK and settings.data is None):
             continue
-        ended = subprocess.run(
-            [*service.command, "--dry-run"],
-            env=os.environ | service.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        try:
+            ended = subprocess.run(
+                [*service.command, "--dry-run"],
+                env=os.environ | service.environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=service.deadline_s,
+                preexec_fn=killed_with_parent,
+            )
+        except subprocess.TimeoutExpired:
+            return (
+                f"{task}: not loaded within {service.deadline_s:g} s; if its data only needs more "
+                "time, raise --start-deadline-s"
+            )
         if ended.returncode:
-            return ended.stderr.partition(f"{PROG}: ")[2] or ended.stderr
+            said = ended.stderr.partition(f"{PROG}: ")[2] or ended.stderr
+            return said or f"{task}: loading it ended with {describe_exit(ended.returncode)}"
     return None
 
 
