@@ -17,6 +17,7 @@ INSTRUCTION = "Reason step by step. End with the line\n#### <number>"
 """Short, because with one token per character a problem alone has up to a thousand tokens."""
 
 _HUB_ID, _HUB_CONFIG = "openai/gsm8k", "main"
+_COLUMNS = ("question", "problem", "prompt")
 _GOLD = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 _NUMBER = r"[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?%?"
 _ENDS_IN_NUMBER = re.compile(rf"(?:.*[^0-9.,])?{_NUMBER}\.?")
@@ -93,7 +94,7 @@ def problem_of(row: dict[str, Any]) -> Row:
     Raises:
         ValueError: with the mistake in the row.
     """
-    question, answer = problem_text(row), answer_of(row)
+    question, answer = problem_text(row, _COLUMNS), answer_of(row)
     if MARK not in answer:
         raise ValueError(f"the right answer has no {MARK!r} before the result")
     gold = answer.rpartition(MARK)[2].strip().replace(",", "")

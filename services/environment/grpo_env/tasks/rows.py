@@ -124,14 +124,16 @@ def _float32(text: str) -> float:
     return number
 
 
-def problem_text(row: Row) -> str:
+def problem_text(row: Row, columns: Sequence[str] = PROBLEM_COLUMNS) -> str:
     """The problem, for a task that puts it into a text of its own: a text, or messages of which one
     is the user's, and others the system's.
+
+    Args: columns: of which the first that the row has is the problem
 
     Raises:
         ValueError: the row has no such column, or it holds neither.
     """
-    value = row[_given(row, PROBLEM_COLUMNS, "problem")]
+    value = row[_given(row, columns, "problem")]
     if isinstance(value, str):
         return value
     messages = value if isinstance(value, list | tuple) else ()

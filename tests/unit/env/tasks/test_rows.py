@@ -207,7 +207,7 @@ def test_gsm8k_reads_both_splits_of_a_directory_and_lists_every_bad_row(tmp_path
         assert [item.row["gold"] for item in evaluation_items(task)] == ["1080000"]
         bad = {
             '{"Frage": "How?", "answer": "#### 1"}': (
-                "no column for the problem; expected one of problem, question, prompt, "
+                "no column for the problem; expected one of question, problem, prompt, "
                 "found Frage, answer; name it with --columns problem=COLUMN"
             ),
             '{"question": "How?", "answer": "13"}': "the right answer has no '####'",
@@ -226,6 +226,9 @@ def test_gsm8k_reads_both_splits_of_a_directory_and_lists_every_bad_row(tmp_path
     write(tmp_path / "train.jsonl", '{"Frage": "How?", "solution": "#### 1"}')
     with closing(Gsm8k(TaskOptions(data=str(tmp_path), columns=named))) as task:
         assert [item.messages[-1]["content"] for item in all_items(task)] == ["How?"]
+    write(tmp_path / "train.jsonl", '{"problem": "7", "question": "How?", "answer": "#### 1"}')
+    with closing(Gsm8k(TaskOptions(data=str(tmp_path)))) as task:
+        assert training_items(task)[0].messages[-1]["content"] == "How?"
 
 
 def test_a_directory_laid_out_like_a_hub_data_set_is_read_with_datasets(
