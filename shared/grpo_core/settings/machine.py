@@ -65,14 +65,19 @@ def missing_data(data: str) -> str | None:
 
 
 def _missing_data_set(data: str) -> str | None:
-    """The problem of an id that is neither in the hub's cache nor on the hub, also if the hub does
-    not answer: the library `datasets` would fail after half a minute of retries."""
+    """The problem of an id that is neither in a cache nor on the hub, also if the hub does not
+    answer: the library `datasets` would fail after half a minute of retries."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        is_known = try_to_load_from_cache(data, "README.md", repo_type="dataset") is not None
-        if not is_known and not constants.HF_HUB_OFFLINE:
+        own_cache = Path(os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets"))
+        is_known = (
+            try_to_load_from_cache(data, "README.md", repo_type="dataset") is not None
+            or (own_cache / data.replace("/", "___")).is_dir()
+        )
+        is_offline = constants.HF_HUB_OFFLINE or bool(os.environ.get("HF_DATASETS_OFFLINE"))
+        if not is_known and not is_offline:
             _ask_hub(f"datasets/{data}")
     except HFValidationError:
         return None  # no id; `read_records` names it

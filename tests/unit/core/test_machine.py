@@ -99,12 +99,19 @@ def test_a_hub_that_does_not_answer_is_left_to_the_download(hub: HTTPServer) -> 
     assert missing_model("owner/known") is None
 
 
-def test_a_data_set_that_the_hub_does_not_have_or_does_not_give_is_named(hub: HTTPServer) -> None:
+def test_a_data_set_that_the_hub_does_not_have_or_does_not_give_is_named(
+    hub: HTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert missing_data("owner/known") is None
     assert "no file or directory owner/knwon, and at http" in (missing_data("owner/knwon") or "")
     assert missing_data("no id") is None
     hub.socket.close()
     assert "Check the name and the network" in (missing_data("owner/known") or "")
+    (tmp_path / "owner___known").mkdir()
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    assert missing_data("owner/known") is None
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    assert missing_data("owner/other") is None
 
 
 def test_a_command_that_makes_no_model_tells_how_it_is_made() -> None:
