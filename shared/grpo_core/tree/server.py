@@ -347,6 +347,8 @@ class ServerSettings(CommandSettings, ListenOptions):
     @field_validator("run_id")
     @classmethod
     def _fits_a_redis_key(cls, value: str, info: ValidationInfo) -> str:
+        if not value and "port" not in info.data:  # of a run, which knows its port later
+            return value
         return run_id_or_default(value, info.data.get("port", 0))
 
     @field_validator("server_name")

@@ -335,6 +335,17 @@ def test_a_file_of_sections_reaches_the_services_that_read_them(
     assert [value_of(f"--{name}", env) for name in ("held-out", "temperature")] == ["0.2", "0.7"]
 
 
+def test_a_configuration_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: m\nrun:\n  model-deadline-s: 600.0\nqueue:\n  redis-appendfsync: no\n")
+    assert parsed(RunSettings, ["--config", str(file)], {}).model == "m"
+
+
+def test_the_id_of_a_run_follows_from_the_port_also_if_it_is_empty() -> None:
+    words = ["--model", "m", "--run-id", "", "--port", "9100"]
+    assert parsed(RunSettings, words, {}).run_id == ""
+
+
 def test_variables_that_a_service_reads_itself_count(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--model", "m", "--host", "0.0.0.0", "--redis-url", REDIS_URL]
     with pytest.raises(OptionsInvalid, match="needs --control-port"):

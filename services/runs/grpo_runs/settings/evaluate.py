@@ -333,6 +333,10 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         return {name: getattr(self, name) for name in names}
 
     @classmethod
+    def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
+        return content
+
+    @classmethod
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
         """Without --task, take the options of the run that the model belongs to."""
         yield from super().drop_unused(given, environment)

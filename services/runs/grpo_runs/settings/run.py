@@ -53,7 +53,7 @@ _OWN_SECRETS = ("run-api-token", "vllm-api-key", "api-key")
 
 OF_FORMER_RELEASES = frozenset(
     {
-        *("fused-step", "head-kernel", "model-deadline-s"),
+        *("fused-step", "head-kernel", "model-deadline-s", "run.model-deadline-s"),
         *("redis-appendfsync", "queue.redis-appendfsync"),
     }
 )
