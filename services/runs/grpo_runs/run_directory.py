@@ -105,7 +105,10 @@ class RunDirectory:
     def disk_use(self) -> str:
         """The size of all files, and of those that only a resumed run and replays read."""
         states = self.checkpoints / _STATES
-        sizes = {at: at.lstat().st_size for at in self.path.rglob("*") if at.is_file()}
+        sizes: dict[Path, int] = {}
+        for at in self.path.rglob("*"):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                sizes[at] = at.lstat().st_size if at.is_file() else 0
         of_states = sum(size for at, size in sizes.items() if at.is_relative_to(states))
         return (
             f"{sum(sizes.values()) / 1e6:,.0f} MB; {of_states / 1e6:,.0f} MB of it, in "

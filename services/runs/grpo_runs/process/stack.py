@@ -298,7 +298,7 @@ def warn(screen: Screen, logs: Path, event: str, text: str) -> None:
     Args: event: without a dot, or it would be shown again as a service's
     """
     screen.warning(text)
-    with (logs / f"{LAUNCHER}.log").open("a") as log:
+    with contextlib.suppress(OSError), (logs / f"{LAUNCHER}.log").open("a") as log:
         log.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S} [warning  ] {event}   {text}\n")
 
 
