@@ -19,6 +19,8 @@ from rich.progress import (
 from grpo_core.rollouts.record import printable
 
 EXIT_FAILED = 1
+MOST_CHARACTERS = 100
+"""Of what is waited for, which may be a line of a log."""
 SILENT_S = 20.0
 """After so long without a line, one tells what is waited for."""
 LOOK_EVERY_S = 1.0
@@ -107,7 +109,8 @@ class Screen:
                 shown, silent_s, due_s = self._shown, 0.0, SILENT_S
             elif silent_s >= due_s:
                 due_s *= 2
-                _write(self._out, f"  still waiting after {silent_s:g} s: {waited_for()}", "dim")
+                text = waited_for()[:MOST_CHARACTERS]
+                _write(self._out, f"  still waiting after {silent_s:g} s: {text}", "dim")
 
     @contextmanager
     def bar(self, text: str, done: int, total: int) -> Iterator[Callable[[], None]]:
