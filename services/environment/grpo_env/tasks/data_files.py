@@ -163,7 +163,8 @@ def _csv_records(path: Path, text: str, separator: str) -> Iterator[Record]:
                 has = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
                 raise DataUnusable(
                     f"{path} line {rows.line_num} has {has}, and the first line names {len(names)} "
-                    f"columns; put a cell with a {_NAMES[separator]} between double quotes"
+                    f"columns, separated by {_NAMES[separator]}s (by semicolons or tabs if it has "
+                    "no comma); put a cell with a separator between double quotes"
                 )
             yield Record(f"{path} line {rows.line_num}", dict(zip(names, cells, strict=True)))
     except csv.Error as error:

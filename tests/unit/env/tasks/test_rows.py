@@ -179,7 +179,7 @@ BAD_FILES = [
     ("rows.csv", "a,b\n1\n", "line 2 has 1 cell, and the first line names 2 columns"),
     ("rows.csv", "a,a\n1,2\n", "several columns with the name a"),
     ("rows.csv", "a,b\n1,2\n1,2,3\n", "line 3 has 3 cells, and the first line names 2 columns"),
-    ("rows.csv", "a;b\n1;2;3\n", "put a cell with a semicolon between double quotes"),
+    ("rows.csv", "a;b\n1;2;3\n", "2 columns, separated by semicolons"),
     ("rows.csv", 'a,b\n1,"2\n', "line 2 is not CSV: unexpected end of data"),
 ]
 
