@@ -46,7 +46,7 @@ def start_trackio(run: TrackioRun) -> TrackerSink:
     return TrackerSink.started(TRACKIO, asdict(run))
 
 
-class _Open:
+class _OpenTrackio:
     def __init__(self, start: dict[str, Any]) -> None:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
@@ -85,4 +85,4 @@ class _Open:
 
 
 if __name__ == "__main__":
-    serve(_Open)
+    serve(_OpenTrackio)

@@ -58,7 +58,7 @@ def start_wandb(run: WandbRun, api_key: str | None = None) -> TrackerSink:
     return TrackerSink.started(WANDB, start, {"WANDB_API_KEY": api_key} if api_key else {})
 
 
-class _Open:
+class _OpenWandb:
     def __init__(self, start: dict[str, Any]) -> None:
         import wandb
 
@@ -96,4 +96,4 @@ class _Open:
 
 
 if __name__ == "__main__":
-    serve(_Open)
+    serve(_OpenWandb)

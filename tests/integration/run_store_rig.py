@@ -13,7 +13,7 @@ from grpo_api.dispatcher import BatchDispatcher
 from grpo_api.errors import StoreUnavailable
 from grpo_api.intake import Intake
 from grpo_api.lifetime import Lifetime
-from grpo_api.planning.run_view import Limits
+from grpo_api.planning.run_view import QueueLimits
 from grpo_api.store.leases import Lease, Poll
 from grpo_api.store.payloads import pack, unpack
 from grpo_api.store.queue import Outcomes, Submission
@@ -29,7 +29,7 @@ Interruption = Callable[[], Awaitable[object]]
 TIMEOUT_S = 60.0
 """An environment counts as disconnected after this long without a poll."""
 
-LIMITS = Limits(queued_groups=1000, queued_bytes=2**30)
+LIMITS = QueueLimits(queued_groups=1000, queued_bytes=2**30)
 LEASED_BYTES = 2**30
 SHORT_WAIT_S = 0.3
 """Submissions wait only briefly while the queue is full."""
@@ -67,7 +67,7 @@ class TroubledLink(RedisLink):
 class Run:
     """One run: its store, and the parts of two run-api processes."""
 
-    def __init__(self, link: TroubledLink, limits: Limits, full_s: float, leased: int) -> None:
+    def __init__(self, link: TroubledLink, limits: QueueLimits, full_s: float, leased: int) -> None:
         self.link = link
         self.lifetime = Lifetime()
         self.trainer_id = 0
@@ -176,7 +176,7 @@ class Run:
 async def open_run(
     redis_url: str,
     run_id: str,
-    limits: Limits = LIMITS,
+    limits: QueueLimits = LIMITS,
     full_s: float = SHORT_WAIT_S,
     max_leased_bytes: int = LEASED_BYTES,
 ) -> AsyncIterator[Run]:

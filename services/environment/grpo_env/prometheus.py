@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from grpo_env.inference.health import State
+from grpo_env.inference.health import PoolState
 from grpo_env.inference.pool import InferencePool
 from grpo_env.rollout.groups import FailureReason
 from grpo_env.rollout.producer import GroupCounts
@@ -88,5 +88,5 @@ class EnvironmentMetrics(Collector):
         for server in [*self.pool.servers]:
             answered.add_metric([server.url], server.answered.total())
             load.add_metric([server.url], server.load)
-            serving.add_metric([server.url], float(server.standing is State.SERVING))
+            serving.add_metric([server.url], float(server.standing is PoolState.SERVING))
         yield from (answered, load, serving)

@@ -19,7 +19,7 @@ from grpo_api.intake import Intake
 from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
 from grpo_api.middleware import CompressionMiddleware, RequestMiddleware
-from grpo_api.planning.run_view import Limits
+from grpo_api.planning.run_view import QueueLimits
 from grpo_api.routes import admin, environments, scored_data, trainer
 from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
 from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyReader
@@ -64,7 +64,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
         # an operation id is the name of its handler
         generate_unique_id_function=lambda route: route.name,
     )
-    limits = Limits(settings.max_queued_groups, settings.queued_bytes_limit)
+    limits = QueueLimits(settings.max_queued_groups, settings.queued_bytes_limit)
     largest_body = max(settings.max_body_bytes, MAX_RECORD_BYTES)
     services = AppServices(
         store=store,

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from grpo_api.errors import QueueFull, ShuttingDown
 from grpo_api.lifetime import Lifetime, is_set_within
-from grpo_api.planning.run_view import Limits, RunView
+from grpo_api.planning.run_view import QueueLimits, RunView
 from grpo_api.store.queue import Outcomes, Submission
 from grpo_api.store.run import RunStore
 
@@ -24,7 +24,7 @@ MAX_WAITING = 256
 _FIRST_POLL_S = 0.05
 _OTHERS_POLL_S = 0.5
 _CHECK_EVERY_S = 1.0
-_UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
+_UNLIMITED = QueueLimits(queued_groups=2**53, queued_bytes=2**53)
 
 
 class Intake:
@@ -36,7 +36,13 @@ class Intake:
     """
 
     def __init__(
-        self, store: RunStore, limits: Limits, lifetime: Lifetime, *, full_s: float, held_bytes: int
+        self,
+        store: RunStore,
+        limits: QueueLimits,
+        lifetime: Lifetime,
+        *,
+        full_s: float,
+        held_bytes: int,
     ) -> None:
         self._store = store
         self._limits = limits

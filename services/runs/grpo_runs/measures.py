@@ -16,7 +16,7 @@ from grpo_core.security import authorization
 from grpo_runs.report.steps import numbers_of
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
-from grpo_runs.watch.logs import Sampling, ServiceLogs
+from grpo_runs.watch.logs import EnvironmentReport, ServiceLogs
 from grpo_runs.watch.services import Processes, is_stage_of, read_file, runs, stage_of
 
 READ_TIMEOUT_S = 5.0
@@ -98,7 +98,7 @@ class MeasuresReader:
         processes, stage = read_file(Processes, self._run.services), stage_of(self._run)
         return bool(processes and stage and is_stage_of(stage, processes.services))
 
-    def _most_dropping(self) -> Sampling | None:
+    def _most_dropping(self) -> EnvironmentReport | None:
         """Of the environments that run and have reported, the one that drops the largest share."""
         processes = read_file(Processes, self._run.services)
         pids, began = (processes.services, processes.runner.created) if processes else ({}, 0.0)

@@ -63,7 +63,7 @@ normalised; in the plain head also their gradient."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class MemoryBudget:
     """Where server and trainer compute: on one GPU, or on the CPU of this host.
 
     Args:
@@ -79,7 +79,7 @@ class Machine:
     server_reserve: int
 
     @classmethod
-    def find(cls, device: str) -> Machine:
+    def find(cls, device: str) -> MemoryBudget:
         """Args: device: the value of --device."""
         is_gpu = torch.cuda.is_available() if device == AUTO_DEVICE else device.startswith("cuda")
         if not is_gpu:
@@ -194,7 +194,7 @@ class MemoryPlan:
     """
 
     settings: TrainerSettings
-    machine: Machine
+    machine: MemoryBudget
     policy: CausalLM
     dtype: torch.dtype
     layers: int
@@ -247,7 +247,7 @@ def memory_plan(settings: TrainerSettings) -> MemoryPlan:
         UnusableOptimizer: --master-dtype does not fit the model's data type.
     """
     config = _text_config(settings.model)
-    machine = Machine.find(settings.device)
+    machine = MemoryBudget.find(settings.device)
     dtype = _dtype(settings, config, machine)
     if settings.master_dtype == "bfloat16" != name_of(dtype):
         raise UnusableOptimizer(
@@ -284,7 +284,7 @@ def _text_config(model: str) -> Any:
         raise ModelNotFound(f"--model {model}: cannot read its config.json: {reason}") from error
 
 
-def _dtype(settings: TrainerSettings, config: Any, machine: Machine) -> torch.dtype:
+def _dtype(settings: TrainerSettings, config: Any, machine: MemoryBudget) -> torch.dtype:
     """The data type of the served weights."""
     if settings.dtype != "auto":
         found: torch.dtype = getattr(torch, settings.dtype)

@@ -1,7 +1,7 @@
 """The two sides of the training loop: rank 0 leads, all other ranks follow.
 
 Each begins with its function `open_...`, and has the same verbs. What `Lead` sends in one of them,
-`Follower` receives in the same one: exchanges of `Ranks`, of the learner and of its optimizer.
+`OtherRank` receives in the same one: exchanges of `Ranks`, of the learner and of its optimizer.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Lead:
 
 
 @dataclass(frozen=True)
-class Follower:
+class OtherRank:
     """A rank above 0: computes its portion of each batch. Its positions hold the step alone."""
 
     learner: Learner
@@ -200,7 +200,7 @@ class Follower:
         return replace(position, step=position.step + 1)
 
 
-Role = Lead | Follower
+Role = Lead | OtherRank
 
 
 def _objective(learner: Learner, coefficients: tuple[float, float]) -> Objective:
@@ -284,7 +284,7 @@ def _bound(learner: Learner, saved: SavedState | None) -> Bound:
     return Bound(floor, learns=settings.sync.uses_files or settings.verify_every_steps > 0)
 
 
-def open_follower(settings: TrainerSettings, ranks: Ranks) -> tuple[Follower, Position] | None:
+def open_follower(settings: TrainerSettings, ranks: Ranks) -> tuple[OtherRank, Position] | None:
     steps_taken: int | None = ranks.broadcast(None)
     if steps_taken is not None and steps_taken >= settings.steps:
         return None
@@ -296,4 +296,4 @@ def open_follower(settings: TrainerSettings, ranks: Ranks) -> tuple[Follower, Po
     learner.digests.finish()
     if ranks.broadcast(False):  # whether rank 0 saves a checkpoint
         learner.send_state()
-    return Follower(learner), Position(steps_taken or 0, 0, 0)
+    return OtherRank(learner), Position(steps_taken or 0, 0, 0)

@@ -36,7 +36,7 @@ class _Written(BaseModel):
     sha256: str
 
 
-class _Record(BaseModel):
+class _VerifiedRecord(BaseModel):
     """The part of `trainer_state.json` that is compared."""
 
     files: dict[str, _Written]
@@ -121,7 +121,7 @@ def _problems_of_state(provenance: Provenance, directory: Path, line: Publicatio
                 yield f"{path}: {name} has another type or shape"
             elif _of_rows(file.read(end - begin), shape, start.parts) != digest:
                 yield f"{path}: {name} is not that of version {line.version}"
-    record = _Record.model_validate_json((directory / RECORD).read_bytes())
+    record = _VerifiedRecord.model_validate_json((directory / RECORD).read_bytes())
     if _sha256(path) != record.files[TENSORS].sha256:
         yield f"{path}: its content has changed since it was written"
 

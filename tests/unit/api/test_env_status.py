@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from grpo_api.planning.batch_plan import Kind, plan_batch
 from grpo_api.planning.run_view import (
     Environment,
-    Limits,
+    QueueLimits,
     RunView,
     environment_status,
 )
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus
 
-LIMITS = Limits(queued_groups=100, queued_bytes=1000)
-UNLIMITED = Limits(queued_groups=2**53, queued_bytes=2**53)
+LIMITS = QueueLimits(queued_groups=100, queued_bytes=1000)
+UNLIMITED = QueueLimits(queued_groups=2**53, queued_bytes=2**53)
 BATCHES = 12
 BATCHES_OFF_POLICY = 1
 """The smallest limit of an environment: it pauses when it sees one batch."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from grpo_runs.__main__ import report, rollouts
-from grpo_runs.watch.api import Follower, watch_app
+from grpo_runs.watch.api import PageFollower, watch_app
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.terminal import screen_of
 from tests.support.damage import damaged, damages
@@ -69,7 +69,7 @@ def test_the_live_page_and_the_terminal_show_what_is_whole(
     with damaged(path, data.draw(damages(path))), nothing_left(run.run.path):
         now = iter(range(100))
         live = LiveRun("mine", run.run, clock=lambda: SECOND_S * next(now))
-        follower = Follower(live)
+        follower = PageFollower(live)
         for _ in range(2):
             json.dumps(follower.news(), allow_nan=False)
         console = Console(file=io.StringIO(), width=100, height=40)

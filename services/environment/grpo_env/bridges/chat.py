@@ -45,7 +45,7 @@ def reading() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RolloutLimits:
     """Of one rollout; None: no limit."""
 
     calls: int | None = None
@@ -85,7 +85,7 @@ class Chat:
     stored: conversations that the client continues by the id of an answer, in the form of its API.
     """
 
-    def __init__(self, dialogue: Dialogue, limits: Limits = Limits()) -> None:
+    def __init__(self, dialogue: Dialogue, limits: RolloutLimits = RolloutLimits()) -> None:
         self._dialogue = dialogue
         self._limits = limits
         self._texts: dict[str, tuple[ChatMessage, str]] = {}

@@ -35,7 +35,7 @@ SEED = "seed"
 
 
 @dataclass(frozen=True)
-class Shown:
+class Observation:
     """What an environment shows after a reset or an action.
 
     messages: new ones for the policy; reward: of the action; done: the episode has ended; reason:
@@ -65,10 +65,10 @@ class Episode(Protocol):
     tools: Sequence[Mapping[str, Any]]
     """Their JSON schemas, which the chat template shows. Known after `reset`."""
 
-    async def reset(self) -> Shown:
+    async def reset(self) -> Observation:
         """Begin. Raises `RolloutFailed`, `EnvironmentLost`."""
 
-    async def act(self, answer: Answer) -> Shown:
+    async def act(self, answer: Answer) -> Observation:
         """Make an action of the policy's answer. Raises `RolloutFailed`, `EnvironmentLost`."""
 
     async def result(self) -> Result:

@@ -17,7 +17,7 @@ from pydantic import Field, FiniteFloat, TypeAdapter
 
 from grpo_core.tree.environment_values import environment_name
 from grpo_env.bridges import EnvironmentUnusable, refuse_options
-from grpo_env.bridges.episodes import EpisodeTask, Result, Shown
+from grpo_env.bridges.episodes import EpisodeTask, Observation, Result
 from grpo_env.bridges.harbor_tasks import HarborDirectory, read_task, task_directories
 from grpo_env.sandbox.container import OUTPUT_BYTES, Container, build, container, require_engine
 from grpo_env.sandbox.interface import MIB
@@ -89,11 +89,11 @@ class HarborTask(EpisodeTask):
         return [*self._opening(), {"role": "user", "content": instruction}]
 
     @asynccontextmanager
-    async def episode(self, row: Row) -> AsyncIterator[_Episode]:
+    async def episode(self, row: Row) -> AsyncIterator[_HarborEpisode]:
         task = self._tasks[row[_TASK]]
         image = await self._image(task)
         async with self._containers, container(image, task.resources) as opened:
-            yield _Episode(task, opened, float(self.arguments["command_s"]))
+            yield _HarborEpisode(task, opened, float(self.arguments["command_s"]))
 
     async def _image(self, task: HarborDirectory) -> str:
         """Of the task, built at its first use. Raises `SandboxUnusable` if that fails."""
@@ -107,7 +107,7 @@ class HarborTask(EpisodeTask):
         return name
 
 
-class _Episode:
+class _HarborEpisode:
     """See `episodes.Episode`."""
 
     tools: Sequence[Mapping[str, Any]] = (BASH,)
@@ -115,22 +115,22 @@ class _Episode:
     def __init__(self, task: HarborDirectory, opened: Container, command_s: float) -> None:
         self._task, self._container, self._command_s = task, opened, command_s
 
-    async def reset(self) -> Shown:
+    async def reset(self) -> Observation:
         made = f"mkdir -p {_LOGS} /logs/agent /logs/artifacts && chmod 777 /logs/*"
         ended = await self._container.run(made, _PROBE_S, user="root")
         if not ended.ok:
             raise EnvironmentUnusable(
                 f"the image of {self._task.path} lacks bash or timeout: {ended.for_model()}"
             )
-        return Shown([{"role": "user", "content": self._task.instruction}])
+        return Observation([{"role": "user", "content": self._task.instruction}])
 
-    async def act(self, answer: Answer) -> Shown:
+    async def act(self, answer: Answer) -> Observation:
         calls = tool_calls(answer, text_parameters(self.tools))
         messages: list[Message] = []
         for call in calls:
             text = await self._answered(call)
             messages.append({"role": "tool", "name": call.name, "content": text})
-        return Shown(messages, done=not calls, reason="" if calls else "no call")
+        return Observation(messages, done=not calls, reason="" if calls else "no call")
 
     async def _answered(self, call: ToolCall) -> str:
         command = call.arguments.get("command")

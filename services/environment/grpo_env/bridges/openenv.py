@@ -15,8 +15,8 @@ import yaml
 from grpo_core.tree.environment_values import environment_name
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_env.bridges import EnvironmentUnusable, refuse_options
-from grpo_env.bridges.episodes import EpisodeTask, Result, Shown, action_text
-from grpo_env.bridges.openenv_server import ActionInvalid, LocalServer, Server, Session
+from grpo_env.bridges.episodes import EpisodeTask, Observation, Result, action_text
+from grpo_env.bridges.openenv_server import ActionInvalid, LocalServer, OpenEnvServer, Session
 from grpo_env.tasks import Answer, Message, RolloutFailed, Row, Split, TaskOptions
 from grpo_env.tasks.rows import rows_of
 from grpo_env.tasks.tool_calls import ToolCall, text_parameters, tool_calls, types_of
@@ -82,10 +82,10 @@ class OpenEnvTask(EpisodeTask):
         return [*self._opening(), {"role": "user", "content": text}]
 
     @asynccontextmanager
-    async def episode(self, row: Row) -> AsyncIterator[_Episode]:
+    async def episode(self, row: Row) -> AsyncIterator[_OpenEnvEpisode]:
         arguments = {name: value for name, value in row.items() if name != PROMPT}
         async with self._server.session(arguments) as (session, first):
-            yield _Episode(self, session, first, str(row.get(PROMPT) or ""))
+            yield _OpenEnvEpisode(self, session, first, str(row.get(PROMPT) or ""))
 
     @property
     def calls_tools(self) -> bool:
@@ -94,12 +94,12 @@ class OpenEnvTask(EpisodeTask):
         return kind.get("const") == _CALL
 
     @cached_property
-    def _server(self) -> Server:
+    def _server(self) -> OpenEnvServer:
         deadline_s = float(self.arguments["deadline_s"])
         if "://" in self.server:
-            return Server(self.server, deadline_s)
+            return OpenEnvServer(self.server, deadline_s)
         self._local = _started(self.server, str(self.arguments["python"]))
-        return Server(self._local.url, deadline_s, self._local)
+        return OpenEnvServer(self._local.url, deadline_s, self._local)
 
     @cached_property
     def _schema(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _app_of(directory: Path) -> str:
         ) from error
 
 
-class _Episode:
+class _OpenEnvEpisode:
     """See `episodes.Episode`."""
 
     def __init__(
@@ -150,22 +150,22 @@ class _Episode:
         self._question = question
         self.tools: Sequence[Mapping[str, Any]] = []
 
-    async def reset(self) -> Shown:
+    async def reset(self) -> Observation:
         shown = self._shown(self._first, self._question)
         if self._task.calls_tools:
             listed = await self._session.ask("step", {"type": "list_tools"})
             self.tools = [tool_schema(tool) for tool in listed["observation"]["tools"]]
         return shown
 
-    async def act(self, answer: Answer) -> Shown:
+    async def act(self, answer: Answer) -> Observation:
         if self._task.calls_tools:
             return await self._call(tool_calls(answer, text_parameters(self.tools)))
         try:
             return self._shown(await self._session.ask("step", self._task.action_of(answer)))
         except ActionInvalid as error:
-            return Shown([{"role": "user", "content": f"error: {error}"}])
+            return Observation([{"role": "user", "content": f"error: {error}"}])
 
-    async def _call(self, calls: Sequence[ToolCall]) -> Shown:
+    async def _call(self, calls: Sequence[ToolCall]) -> Observation:
         """An answer without a call ends the episode."""
         messages: list[Message] = []
         reward, done = 0.0, not calls
@@ -179,17 +179,17 @@ class _Episode:
             reward += _reward(found)
             if done := bool(found.get("done")):
                 break
-        return Shown(messages, reward, done, "no call" if not calls else "")
+        return Observation(messages, reward, done, "no call" if not calls else "")
 
     async def result(self) -> Result:
         state = await self._session.ask("state")
         numbers = {k: v for k, v in state.items() if isinstance(v, int | float)}
         return Result({f"state/{k}": float(v) for k, v in numbers.items() if abs(v) <= FLOAT32_MAX})
 
-    def _shown(self, found: Mapping[str, Any], question: str = "") -> Shown:
+    def _shown(self, found: Mapping[str, Any], question: str = "") -> Observation:
         seen = self._task.text_of(found.get("observation") or {})
         text = "\n".join(filter(None, (question, seen)))
-        return Shown(
+        return Observation(
             [{"role": "user", "content": text}],
             _reward(found),
             done := bool(found.get("done")),

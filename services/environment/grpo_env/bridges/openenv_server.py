@@ -160,7 +160,7 @@ class LocalServer:
         self._stack.close()
 
 
-class Server:
+class OpenEnvServer:
     """A server with sessions, as many as it has room for.
 
     Args:

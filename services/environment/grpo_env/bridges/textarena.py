@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from grpo_env.bridges import EnvironmentUnusable, refuse_options
-from grpo_env.bridges.episodes import SEED, EpisodeTask, Result, Shown, action_text
+from grpo_env.bridges.episodes import SEED, EpisodeTask, Observation, Result, action_text
 from grpo_env.tasks import Answer, Message, Row, TaskOptions
 
 _PLAYER = 0
@@ -120,14 +120,16 @@ class _Game:
         self._played, self._part = played, part
         self._facts: Mapping[str, Any] = {}
 
-    async def reset(self) -> Shown:
-        return Shown(_messages(self._played))
+    async def reset(self) -> Observation:
+        return Observation(_messages(self._played))
 
-    async def act(self, answer: Answer) -> Shown:
+    async def act(self, answer: Answer) -> Observation:
         if not self._played.play(action_text(answer, self._part)):
-            return Shown(_messages(self._played))
+            return Observation(_messages(self._played))
         reward, self._facts = self._played.result()
-        return Shown(_messages(self._played), reward, True, str(self._facts.get("reason", "")))
+        return Observation(
+            _messages(self._played), reward, True, str(self._facts.get("reason", ""))
+        )
 
     async def result(self) -> Result:
         return Result({"invalid_move": float(bool(self._facts.get("invalid_move")))})

@@ -131,7 +131,7 @@ def _bridge_state(answer: httpx.Response) -> _BridgeState:
         ) from error
 
 
-class State(Enum):
+class PoolState(Enum):
     """How the pool treats a server.
 
     away ─▶ serving             a probe finds the server healthy after a probe failed
@@ -154,7 +154,7 @@ class State(Enum):
     CLOSED = auto()
 
 
-ANSWERING = (State.SERVING, State.ON_TRIAL)
+ANSWERING = (PoolState.SERVING, PoolState.ON_TRIAL)
 
 
 class ServerStanding:
@@ -175,7 +175,7 @@ class ServerStanding:
         on_change: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self.standing = State.AWAY
+        self.standing = PoolState.AWAY
         self.reason = "not probed yet"
         self.url = url
         self._gone_after_s = gone_after_s
@@ -185,7 +185,7 @@ class ServerStanding:
         self._answered_at = self._failed_at = -math.inf
         self._has_been_unhealthy = True
         """True if a probe failed since the last failed request, or nothing was tried yet."""
-        self._logged = State.SERVING
+        self._logged = PoolState.SERVING
 
     @property
     def recheck_s(self) -> float:
@@ -214,41 +214,41 @@ class ServerStanding:
                 self._stop_serving(problem, is_restart=True)
         elif self._has_been_unhealthy:
             self._serve()
-        elif self.standing is not State.SERVING and began_at >= self._failed_at:
-            self._change(State.ON_TRIAL)
+        elif self.standing is not PoolState.SERVING and began_at >= self._failed_at:
+            self._change(PoolState.ON_TRIAL)
 
     def _serve(self) -> None:
         self.reason = "healthy"
-        self._change(State.SERVING)
-        if self._logged is not State.SERVING:
+        self._change(PoolState.SERVING)
+        if self._logged is not PoolState.SERVING:
             seconds = round(self._clock() - self._not_serving_since, 1)
             log.info("server.recovered", url=self.url, away_s=seconds)
-            self._logged = State.SERVING
+            self._logged = PoolState.SERVING
 
     def _stop_serving(self, error: Exception, is_restart: bool) -> None:
         now = self._clock()
         self.reason = named(error)
-        if self.standing is State.SERVING:
+        if self.standing is PoolState.SERVING:
             self._not_serving_since = now
         is_gone = (
-            self.standing is State.GONE
+            self.standing is PoolState.GONE
             or now - self._not_serving_since >= self._gone_after_s
             or _is_unreachable(error)
             or isinstance(error, NotAnInferenceServer)
         )
-        self._change(State.GONE if is_gone else State.AWAY)
-        self._log(State.GONE if is_gone or not is_restart else State.AWAY)
+        self._change(PoolState.GONE if is_gone else PoolState.AWAY)
+        self._log(PoolState.GONE if is_gone or not is_restart else PoolState.AWAY)
 
-    def _change(self, standing: State) -> None:
+    def _change(self, standing: PoolState) -> None:
         if standing is not self.standing:
             self.standing = standing
             self._on_change()
 
-    def _log(self, standing: State) -> None:
-        if self._logged is State.GONE or self._logged is standing:
+    def _log(self, standing: PoolState) -> None:
+        if self._logged is PoolState.GONE or self._logged is standing:
             return
         self._logged = standing
-        if standing is State.GONE:
+        if standing is PoolState.GONE:
             log.warning(
                 "server.failed",
                 url=self.url,

@@ -24,7 +24,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.service_url import ServiceUrl
 from grpo_core.wire.run_api import ListedServer
-from grpo_env.inference.health import ANSWERING, HealthClient, State
+from grpo_env.inference.health import ANSWERING, HealthClient, PoolState
 from grpo_env.inference.places import Lookup, NamedServers, Place, addresses_of, place_key
 from grpo_env.inference.server import Home, PooledServer
 
@@ -139,7 +139,7 @@ class InferencePool(ClosesOnAsyncExit):
     @property
     def places(self) -> list[Place]:
         """The servers that may answer now; all if there are none."""
-        present = [s.place for s in self._members() if s.standing is not State.GONE]
+        present = [s.place for s in self._members() if s.standing is not PoolState.GONE]
         return present or [server.place for server in self.servers]
 
     def follow(self, listed: Sequence[ListedServer]) -> None:
@@ -154,7 +154,7 @@ class InferencePool(ClosesOnAsyncExit):
         by_name = {
             server.name: server
             for server in self.servers
-            if server.is_named and server.name and server.standing is not State.GONE
+            if server.is_named and server.name and server.standing is not PoolState.GONE
         }
         entries: dict[PooledServer, ListedServer] = {}
         missing: list[ListedServer] = []
@@ -168,7 +168,9 @@ class InferencePool(ClosesOnAsyncExit):
         unknown = [
             server
             for server in self.servers
-            if server.standing is State.SERVING and not server.knows_name and server not in entries
+            if server.standing is PoolState.SERVING
+            and not server.knows_name
+            and server not in entries
         ]
         for server in unknown:
             server.ask_name()
@@ -272,7 +274,7 @@ class InferencePool(ClosesOnAsyncExit):
         """
         members = self._members()
         if len(members) > 1:  # else nobody could take the requests, so the only server holds them
-            here = [s for s in members if s.state not in (State.GONE, State.CLOSED)]
+            here = [s for s in members if s.state not in (PoolState.GONE, PoolState.CLOSED)]
             members = [home] if home in here else [s for s in here if s.place in only] or here
         left = [server for server in members if server not in broken]
         return _healthy([s for s in left if s.state in ANSWERING]) or _healthy(left)
@@ -286,11 +288,11 @@ class InferencePool(ClosesOnAsyncExit):
         """Wake the requests that wait for a server, and those that a server holds that is gone."""
         self._changed.set()
         self._changed.clear()
-        self._repeat_elsewhere(s for s in self.servers if s.standing is State.GONE)
+        self._repeat_elsewhere(s for s in self.servers if s.standing is PoolState.GONE)
 
     def _repeat_elsewhere(self, lost: Iterable[PooledServer]) -> None:
         """End the requests in flight at these servers, if another one serves."""
-        if any(server.state is State.SERVING for server in self.servers):
+        if any(server.state is PoolState.SERVING for server in self.servers):
             for server in lost:
                 server.abort_requests()
 
@@ -306,7 +308,7 @@ class InferencePool(ClosesOnAsyncExit):
 
 
 def _healthy(servers: Sequence[PooledServer]) -> list[PooledServer]:
-    serving = [server for server in servers if server.standing is State.SERVING]
-    on_trial = [server for server in servers if server.standing is State.ON_TRIAL]
+    serving = [server for server in servers if server.standing is PoolState.SERVING]
+    on_trial = [server for server in servers if server.standing is PoolState.ON_TRIAL]
     # A server that fails at once is always the least loaded, so it is tried by one request.
     return [server for server in on_trial if not server.load] or serving or on_trial

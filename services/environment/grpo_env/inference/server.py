@@ -16,7 +16,7 @@ from grpo_core.errors import GrpoError, RequestRefused
 from grpo_core.weights.servers import ServerState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import ListedServer
-from grpo_env.inference.health import ANSWERING, HealthClient, ServerStanding, State
+from grpo_env.inference.health import ANSWERING, HealthClient, PoolState, ServerStanding
 from grpo_env.inference.places import Place
 
 log = structlog.get_logger()
@@ -119,12 +119,12 @@ class PooledServer(ServerStanding):
         return not self.is_named and self.listed is None
 
     @property
-    def state(self) -> State:
+    def state(self) -> PoolState:
         """Its standing, unless run-api tells that it does not answer at once."""
         listed = ServerState.SERVING if self.listed is None else self.listed.state
-        if self.standing is State.GONE or (listed in _OPEN and not self.has_left):
+        if self.standing is PoolState.GONE or (listed in _OPEN and not self.has_left):
             return self.standing
-        return State.UPDATING if listed in _WAITING else State.CLOSED
+        return PoolState.UPDATING if listed in _WAITING else PoolState.CLOSED
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -201,7 +201,7 @@ class PooledServer(ServerStanding):
             began_at = self._clock()
             self.record_probe(await self._health.problem(), began_at)
             self.probed.set()
-            if self.standing is State.GONE:
+            if self.standing is PoolState.GONE:
                 self._health.name = None  # another server may start here
             if self.standing in ANSWERING:
                 with suppress(TimeoutError):

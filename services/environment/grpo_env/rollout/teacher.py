@@ -67,7 +67,7 @@ class _Logprobs(BaseModel):
     token_logprobs: list[float | None]
 
 
-class _Choice(BaseModel):
+class _TeacherChoice(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     index: int
@@ -75,7 +75,7 @@ class _Choice(BaseModel):
 
 
 class _Scored(BaseModel):
-    choices: list[_Choice]
+    choices: list[_TeacherChoice]
 
 
 class TeacherClient(AsyncServiceClient):

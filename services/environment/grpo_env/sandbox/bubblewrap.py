@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from grpo_env.sandbox import relay
-from grpo_env.sandbox.child import Command, run_child
+from grpo_env.sandbox.child import LimitedCommand, run_child
 from grpo_env.sandbox.interface import Ended, Program, Sandbox, SandboxUnusable
 from grpo_env.sandbox.namespace import Namespace
 from grpo_env.sandbox.syscalls import seccomp_filter
@@ -62,7 +62,7 @@ class Bubblewrap(Sandbox):
         inside = [self.python, _RELAY, _SOCKET, *argv] if service else argv
         with _filter() as filter_fd, Namespace(program.limits) as namespace:
             bwrap = [*_bwrap(user, filter_fd), *namespace.options]
-            command = Command(
+            command = LimitedCommand(
                 [*bwrap, *mounts, "--", *_as_user(user), *inside],
                 program.variables(_path(), _HOME, relay.URL),
                 program.limits,

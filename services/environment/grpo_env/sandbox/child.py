@@ -31,7 +31,7 @@ _SMALLEST_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Command:
+class LimitedCommand:
     """A command with its limits.
 
     kill: ends the child, of this process id, and waits until nothing of it is left; directory:
@@ -85,7 +85,7 @@ class _Run(asyncio.SubprocessProtocol):
         return self._written[fd].decode(errors="replace")
 
 
-async def run_child(command: Command) -> Ended:
+async def run_child(command: LimitedCommand) -> Ended:
     """Run a command in a session of its own, to its end or to the first limit.
 
     Raises:
@@ -121,13 +121,13 @@ async def run_child(command: Command) -> Ended:
     return Ended(status, run.text(1), run.text(2), reason, time.monotonic() - started)
 
 
-async def _end(command: Command, transport: asyncio.SubprocessTransport, run: _Run) -> None:
+async def _end(command: LimitedCommand, transport: asyncio.SubprocessTransport, run: _Run) -> None:
     await command.kill(transport.get_pid())
     await run.exited.wait()
     transport.close()
 
 
-async def _measure(command: Command, pid: int, files_before: int, run: _Run) -> None:
+async def _measure(command: LimitedCommand, pid: int, files_before: int, run: _Run) -> None:
     async with asyncio.TaskGroup() as both:
         if command.measures_memory:
             most = command.limits.memory_bytes

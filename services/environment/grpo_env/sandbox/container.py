@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from grpo_env.sandbox.child import Command, run_child
+from grpo_env.sandbox.child import LimitedCommand, run_child
 from grpo_env.sandbox.interface import MIB, Ended, Limits, SandboxUnusable
 
 LABEL = "grpo-container"
@@ -53,11 +53,11 @@ async def docker(
     limits = Limits(seconds=seconds, output_bytes=OUTPUT_BYTES)
     hidden = {name: value for name, value in given.items() if not _OF_CLIENT.fullmatch(name)}
     return await run_docker(
-        Command(["docker", *words], os.environ | hidden, limits, kill, measures_memory=False)
+        LimitedCommand(["docker", *words], os.environ | hidden, limits, kill, measures_memory=False)
     )
 
 
-async def run_docker(command: Command) -> Ended:
+async def run_docker(command: LimitedCommand) -> Ended:
     """As `docker`."""
     try:
         return await run_child(command)

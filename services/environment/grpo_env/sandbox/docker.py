@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from grpo_env.sandbox import relay
-from grpo_env.sandbox.child import Command
+from grpo_env.sandbox.child import LimitedCommand
 from grpo_env.sandbox.container import (
     LABEL,
     docker,
@@ -60,7 +60,7 @@ class Docker(Sandbox):
             *("--entrypoint", "timeout", self.image, *life, *inside),
         ]
         start = ["docker", "start", "--attach", "--interactive", name]
-        command = Command(
+        command = LimitedCommand(
             start,
             dict(os.environ),
             limits,

@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo_core.process import killed_with_parent
 from grpo_core.temporary import temporary_directory
 from grpo_env.sandbox import relay
-from grpo_env.sandbox.child import Command, run_child
+from grpo_env.sandbox.child import LimitedCommand, run_child
 from grpo_env.sandbox.interface import Ended, Program, Sandbox
 
 
@@ -31,7 +31,7 @@ class OnHost(Sandbox):
         with temporary_directory() as empty:
             async with _served(program.service) as url:
                 cwd = program.directory or empty
-                command = Command(
+                command = LimitedCommand(
                     program.argv,
                     program.variables(os.environ.get("PATH", os.defpath), str(empty), url),
                     program.limits,

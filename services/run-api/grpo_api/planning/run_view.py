@@ -17,7 +17,7 @@ MIN_ENV_WEIGHT = 0.01
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueLimits:
     """
     Attributes:
         queued_groups: groups in the queue.
@@ -132,14 +132,14 @@ class RunView:
             sequences[kind.env_id] = sequences.get(kind.env_id, 0) + groups * kind.sequences
         return sequences
 
-    def pressure(self, limits: Limits) -> float:
+    def pressure(self, limits: QueueLimits) -> float:
         """Back-pressure: 0.0 up to half of the nearer limit, then rising linearly to 1.0 at it."""
         fill = limits.fill(self.queued_groups, self.stored_bytes)
         return min(1.0, max(0.0, (fill - PRESSURE_FROM) / (1.0 - PRESSURE_FROM)))
 
 
 def environment_status(
-    own: Environment, run: RunView, limits: Limits, servers: Sequence[ListedServer] = ()
+    own: Environment, run: RunView, limits: QueueLimits, servers: Sequence[ListedServer] = ()
 ) -> EnvironmentStatus:
     """Answer of `/status-env` for `own`, which is one of `run.environments`.
 

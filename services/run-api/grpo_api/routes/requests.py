@@ -24,7 +24,7 @@ from grpo_api.errors import BodyTooSlow, Refused, Unavailable, too_large, valida
 from grpo_api.intake import Intake
 from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
-from grpo_api.planning.run_view import Limits
+from grpo_api.planning.run_view import QueueLimits
 from grpo_api.store.run import RunStore
 from grpo_core.errors import problems_of
 from grpo_core.security import listed
@@ -127,7 +127,7 @@ class AppServices:
     bodies: BodyReader
     decoder: SubmissionDecoder
     intake: Intake
-    limits: Limits
+    limits: QueueLimits
 
 
 async def services_of(request: Request) -> AppServices:

@@ -13,7 +13,7 @@ import structlog
 from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
 from grpo_api.lifetime import in_turn
 from grpo_api.planning.placement import Groups, Placement, StoredGroup, place
-from grpo_api.planning.run_view import Limits
+from grpo_api.planning.run_view import QueueLimits
 from grpo_api.store.keys import (
     RECEIPT_S,
     env_field,
@@ -80,7 +80,7 @@ class GroupQueue:
         """The policy version that the server reports as served; None if it reports none."""
         return _version(await self._link.call(*self._reading_served()))
 
-    async def add(self, submission: Submission, limits: Limits) -> Outcomes | None:
+    async def add(self, submission: Submission, limits: QueueLimits) -> Outcomes | None:
         """Queue whole groups and buffer parts, all or nothing; None if the queue is full.
 
         Raises:
@@ -112,7 +112,7 @@ class GroupQueue:
         of_run, _, answer = (written or b"").partition(b" ")
         return _repeated(submission, answer) if of_run == (run or b"0") else None
 
-    async def _is_full(self, limits: Limits) -> bool:
+    async def _is_full(self, limits: QueueLimits) -> bool:
         (totals,) = self._link.keys("totals")
         found = await self._link.call(
             "HMGET", totals, "queued_groups", "queued_bytes", "buffered_bytes"
@@ -121,7 +121,7 @@ class GroupQueue:
         return limits.fill(groups, queued_bytes + buffered_bytes) >= 1.0
 
     async def _add(
-        self, submission: Submission, limits: Limits, contents: Contents
+        self, submission: Submission, limits: QueueLimits, contents: Contents
     ) -> Outcomes | None:
         try:
             return await self._run(
@@ -155,7 +155,7 @@ class GroupQueue:
         )
 
     async def _place(
-        self, submission: Submission, limits: Limits, contents: Contents
+        self, submission: Submission, limits: QueueLimits, contents: Contents
     ) -> Outcomes | None:
         """Reserve an id for each group, read the state that their placement needs, decide where
         each goes, and carry that out if the run is still the same."""
@@ -217,7 +217,7 @@ class GroupQueue:
         script: str,
         submission: Submission,
         outcomes: Outcomes,
-        limits: Limits,
+        limits: QueueLimits,
         contents: Contents,
         *arguments: Any,
     ) -> Outcomes | None:

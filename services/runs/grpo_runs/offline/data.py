@@ -16,10 +16,11 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.run_api import Registration, RunStatus
 from grpo_core.wire.scored_group import OWN_LOGPROBS, ScoredGroup
 from grpo_env.assembly import TaskSet
+from grpo_env.pacing import RolloutsFail
 from grpo_env.tasks import Task
 from grpo_env.tasks.data_files import DataUnusable
 from grpo_env.tasks.items import Item, all_items, evaluation_items, training_items
-from grpo_runs.offline.errors import KeysInvalid, RolloutsFail
+from grpo_runs.offline.errors import KeysInvalid
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_trainer.advantages import group_advantages
 from grpo_trainer.data.collate import Batch

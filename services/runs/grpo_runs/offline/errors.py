@@ -13,10 +13,6 @@ class StaleServer(GrpoError):
     """Tokens were sampled from other weights than the trainer's."""
 
 
-class RolloutsFail(GrpoError):
-    """Too many groups of an iteration could not be sampled or graded."""
-
-
 class RunUnusable(GrpoError):
     """The directory of a run cannot be continued."""
 

@@ -19,13 +19,14 @@ from grpo_core.tree.weights import served_weights_directory
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_env.assembly import TaskSet, engine_on, open_engine
+from grpo_env.pacing import RolloutsFail
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.engine import RolloutEngine, all_or_none
 from grpo_env.rollout.groups import GroupLost, SampledGroup, SamplingPlan
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.item_stream import ItemStream
 from grpo_env.tasks.items import Item
-from grpo_runs.offline.errors import RolloutsFail, StaleServer
+from grpo_runs.offline.errors import StaleServer
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.local import LocalGeneration, WeightsInProcess
 from grpo_runs.offline.servers import Sampling, StockVllm

@@ -16,7 +16,7 @@ SHORT = 12
 
 
 @dataclass(frozen=True)
-class Bound:
+class Tolerance:
     """Largest difference on another machine: of the loss, and of the gradient norm relative to
     it."""
 
@@ -24,8 +24,8 @@ class Bound:
     norm: float
 
 
-BOUNDS = {"float32": Bound(1e-3, 1e-2)}
-ROUNDED = Bound(2e-2, 0.1)
+BOUNDS = {"float32": Tolerance(1e-3, 1e-2)}
+ROUNDED = Tolerance(2e-2, 0.1)
 """For weights in 16 bits."""
 
 
@@ -145,7 +145,7 @@ def _pair(then: float | None, now: float) -> str:
     return f"{then!r} in the run, {now!r} here"
 
 
-def _is_within(step: ReplayedStep, bound: Bound) -> bool:
+def _is_within(step: ReplayedStep, bound: Tolerance) -> bool:
     loss, norm = step.recorded.loss, step.recorded.grad_norm
     assert loss is not None
     assert norm is not None

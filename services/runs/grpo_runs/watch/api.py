@@ -102,7 +102,7 @@ def watch_app(
 
     @app.get("/api/events")
     async def events(run: Chosen) -> EventSourceResponse:
-        followed = [Follower(named(id)) for id in run]
+        followed = [PageFollower(named(id)) for id in run]
         return EventSourceResponse(_events(followed, every_s))
 
     app.add_middleware(GZipMiddleware, minimum_size=2000)
@@ -111,7 +111,9 @@ def watch_app(
     return app
 
 
-async def _events(followed: Sequence[Follower], every_s: float) -> AsyncIterator[dict[str, str]]:
+async def _events(
+    followed: Sequence[PageFollower], every_s: float
+) -> AsyncIterator[dict[str, str]]:
     while True:
         for one in followed:
             for name, data in await anyio.to_thread.run_sync(one.news):
@@ -119,7 +121,7 @@ async def _events(followed: Sequence[Follower], every_s: float) -> AsyncIterator
         await asyncio.sleep(every_s)
 
 
-class Follower:
+class PageFollower:
     """What one page knows of a run already."""
 
     def __init__(self, live: LiveRun) -> None:

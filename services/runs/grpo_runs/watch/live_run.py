@@ -51,7 +51,7 @@ ETA_STEPS = 20
 followed by a checkpoint."""
 
 
-class Progress(BaseModel):
+class RunProgress(BaseModel):
     """Of a record of the metrics file: how far the run is."""
 
     step: int
@@ -123,7 +123,7 @@ class LiveRun:
         lines = [*FollowedFile(self.run.metrics, TAIL_BYTES).read()]
         step, steps = 0, None
         with suppress(ValidationError, IndexError):  # a broken line
-            newest = Progress.model_validate_json(lines[-1])
+            newest = RunProgress.model_validate_json(lines[-1])
             step, steps = newest.step, newest.steps
         processes = Processes.read(self.run.services)
         word = self._word(processes, step, steps)

@@ -56,7 +56,7 @@ class Warned:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class EnvironmentReport:
     """What an environment reported last.
 
     Args:
@@ -86,7 +86,7 @@ class ServiceLogs:
         self._files: dict[Path, FollowedFile] = {}
         self.warnings: dict[str, Warned] = {}
         """By service and event, and for some also by subject: `trainer check.failed stale`."""
-        self.sampling: dict[str, Sampling] = {}
+        self.sampling: dict[str, EnvironmentReport] = {}
         """By name of the environment."""
 
     @property
@@ -130,7 +130,9 @@ class ServiceLogs:
                 failures = _COUNT.findall("".join(_FAILURES.findall(text)))
                 numbers[LOST] = sum(int(lost) for reason, lost in failures if reason != DROPPED)
                 groups = int(count[1])
-                self.sampling[service] = Sampling(time, groups, evaluation, for_batch, numbers)
+                self.sampling[service] = EnvironmentReport(
+                    time, groups, evaluation, for_batch, numbers
+                )
             if level is not None:
                 text = printable(_SERVICE.sub("", text).strip())[:LONGEST_TEXT]
                 yield Warned(time, service, level, event, text)

@@ -12,7 +12,7 @@ import psutil
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from grpo_runs.run_directory import MODEL_JOB, ONE_OF_SERVERS, ONE_SERVER, RunDirectory
-from grpo_runs.watch.logs import Sampling
+from grpo_runs.watch.logs import EnvironmentReport
 
 STAGES = {
     "data_fetch": "waiting for data",
@@ -34,7 +34,7 @@ class Begun(BaseModel):
     created: FiniteFloat
 
 
-class Ended(BaseModel):
+class RunEnd(BaseModel):
     """How a run ended. Args: time: Unix time in seconds; text: of the error, "" for none"""
 
     state: str
@@ -62,7 +62,7 @@ class Processes(BaseModel):
     runner: Begun
     run_api_url: str | None
     services: dict[str, Pid]
-    end: Ended | None
+    end: RunEnd | None
     _file: Path
 
     @classmethod
@@ -136,7 +136,7 @@ def runs(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Service:
+class ServiceView:
     """Args: since: Unix time in seconds at which the stage began, None if it is not known"""
 
     name: str
@@ -167,7 +167,7 @@ class ServiceFacts:
     left_over: frozenset[str] = frozenset()
     memory: Mapping[str, int] = field(default_factory=dict)
     trainer: TrainerStage | None = None
-    environments: Mapping[str, Sampling] = field(default_factory=dict)
+    environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
     servers: Sequence[Mapping[str, Any]] = ()
     api_away_since: float | None = None
 
@@ -183,55 +183,57 @@ class ServiceFacts:
             return [name for name in self.pids if name != MODEL_JOB]
         return ["trainer"]  # of a --save-path, whose other services are elsewhere
 
-    def _service(self, name: str) -> Service:
+    def _service(self, name: str) -> ServiceView:
         if name in self.left_over:
-            return Service(name, "still running", detail=f"process {self.pids[name]}")
+            return ServiceView(name, "still running", detail=f"process {self.pids[name]}")
         if self.pids and not (self.is_running and runs(self.pids[name])):
-            return Service(name, "ended")
+            return ServiceView(name, "ended")
         if name == "trainer":
             return self._of_trainer()
         if name == "run-api" and self.api_away_since is not None:
-            return Service(name, "does not answer", self.api_away_since)
+            return ServiceView(name, "does not answer", self.api_away_since)
         if name == ONE_SERVER or name.startswith(ONE_OF_SERVERS):
             return self._of_server(name)
         if name.startswith(ENVIRONMENT):
             return self._of_environment(name)
-        return Service(name, "running")
+        return ServiceView(name, "running")
 
-    def _starting(self, name: str) -> Service:
-        return Service(name, "starting", self.began or None)
+    def _starting(self, name: str) -> ServiceView:
+        return ServiceView(name, "starting", self.began or None)
 
-    def _of_trainer(self) -> Service:
+    def _of_trainer(self) -> ServiceView:
         if self.trainer is None or self._is_of_earlier_trainer(self.trainer):
             return self._starting("trainer")
         stage = self.trainer.stage
-        return Service("trainer", STAGES.get(stage, stage), self.trainer.since)
+        return ServiceView("trainer", STAGES.get(stage, stage), self.trainer.since)
 
     def _is_of_earlier_trainer(self, record: TrainerStage) -> bool:
         """Of the run before a resume."""
         return bool(self.is_running or self.pids) and not is_stage_of(record, self.pids)
 
-    def _of_server(self, name: str) -> Service:
+    def _of_server(self, name: str) -> ServiceView:
         single = len(self.servers) == 1 and name == ONE_SERVER
         found = next((one for one in self.servers if single or one["name"] == name), None)
         if found is None:
-            return self._starting(name) if self.trainer is None else Service(name, "not reported")
+            return (
+                self._starting(name) if self.trainer is None else ServiceView(name, "not reported")
+            )
         stage = "sampling" if found["state"] == SERVING and self._samples() else found["state"]
         version = found["version"]
         step = version["step"] if isinstance(version, Mapping) else version[1]
-        return Service(name, stage, detail=f"weights of step {step}")
+        return ServiceView(name, stage, detail=f"weights of step {step}")
 
     def _samples(self) -> bool:
         return any(one.groups or one.evaluation for one in self.environments.values())
 
-    def _of_environment(self, name: str) -> Service:
+    def _of_environment(self, name: str) -> ServiceView:
         report = self.environments.get(name)
         if report is None or not report.is_since(self.began):
             return self._starting(name)
         if report.evaluation:
-            return Service(name, "evaluating", detail=report.evaluation)
+            return ServiceView(name, "evaluating", detail=report.evaluation)
         count = report.groups
         groups = "1 group" if count == 1 else f"{count} groups"
         progress = [f"{groups} in progress"] if count else []
         detail = "; ".join([*progress, *filter(None, [report.for_batch])])
-        return Service(name, "sampling" if count else "waiting", detail=detail)
+        return ServiceView(name, "sampling" if count else "waiting", detail=detail)

@@ -147,11 +147,11 @@ def checksum_of_untrained(policy: CausalLM, settings: TrainerSettings) -> int | 
     return frozen_checksum(policy, is_sample=adapts)
 
 
-class _Record(BaseModel):
+class _StateFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class NumpyState(_Record):
+class NumpyState(_StateFile):
     """The state of numpy's global MT19937 generator; `keys` is base64 of 624 uint32."""
 
     keys: str
@@ -160,7 +160,7 @@ class NumpyState(_Record):
     cached_gauss: float
 
 
-class PythonState(_Record):
+class PythonState(_StateFile):
     """`random.getstate()`"""
 
     version: int
@@ -168,7 +168,7 @@ class PythonState(_Record):
     cached_gauss: float | None
 
 
-class RngState(_Record):
+class RngState(_StateFile):
     """The states of all random generators that this process may use. `torch` is base64, and so is
     each entry of `cuda`, one for each visible GPU; () if no GPU is used."""
 

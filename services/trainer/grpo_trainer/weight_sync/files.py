@@ -32,7 +32,7 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import Published, Reach
 from grpo_trainer.weight_sync.directories import VersionDirectories, WeightSource
 from grpo_trainer.weight_sync.probe import ServerLeft, ServerProbe
-from grpo_trainer.weight_sync.servers import Publication, Publisher, ServerWatch
+from grpo_trainer.weight_sync.servers import Publisher, ServedPublication, ServerWatch
 
 log = structlog.get_logger()
 
@@ -190,7 +190,7 @@ class FileSync(DirectorySync):
     _clients: dict[str, BridgeClient] = field(init=False, default_factory=dict)
     _sources: list[str] = field(init=False, default_factory=list)
     _turn: str = field(init=False, default="")
-    _publication: Publication = field(init=False)
+    _publication: ServedPublication = field(init=False)
     _announced: Announcement = field(init=False)
 
     @property
@@ -278,7 +278,7 @@ class FileSync(DirectorySync):
         self._publication = self._published()
         return replace(self._publication.reach, incidents=self.watch.incidents())
 
-    def _published(self) -> Publication:
+    def _published(self) -> ServedPublication:
         """Announced again, the version costs nothing."""
         has_files = self._announced.kind is not VersionKind.BASE
         return self.publisher.publish(self._announced, self._sources if has_files else [])

@@ -193,7 +193,7 @@ def serves_now(server: ServerStatus, announced: Announcement) -> bool:
 
 
 @dataclass(frozen=True)
-class Publication:
+class ServedPublication:
     """`serving`: the servers that serve the version, by name. `in_use`: ids of the versions that
     servers read or fetch."""
 
@@ -217,7 +217,7 @@ class Publisher:
     deadline_s: float
     late: int = field(init=False, default=0)
 
-    def publish(self, announced: Announcement, sources: list[str]) -> Publication:
+    def publish(self, announced: Announcement, sources: list[str]) -> ServedPublication:
         """Return once all servers that serve now serve the version or are gone, or after `wait_s`
         with at least one.
 
@@ -247,7 +247,7 @@ class Publisher:
                 if pending:
                     self._log_late(announced, pending, servers)
                 reach = Reach(len(done), announced.bytes, first_s, None if pending else passed_s)
-                return Publication(reach, done, in_use_of(servers.values()))
+                return ServedPublication(reach, done, in_use_of(servers.values()))
             if deadline.has_passed and not done:
                 raise NotPublished(
                     f"policy version {tuple(announced.version)} is not served after "

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_env.bridges.episodes import EpisodeTask, Result, Shown, action_text
+from grpo_env.bridges.episodes import EpisodeTask, Observation, Result, action_text
 from grpo_env.tasks import Answer, ContextFull, Graded, Message, Row, TaskOptions
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
@@ -22,15 +22,15 @@ class Counter:
     def __init__(self, greeting: str) -> None:
         self.greeting = greeting
 
-    async def reset(self) -> Shown:
-        return Shown([{"role": "user", "content": self.greeting}])
+    async def reset(self) -> Observation:
+        return Observation([{"role": "user", "content": self.greeting}])
 
-    async def act(self, answer: Answer) -> Shown:
+    async def act(self, answer: Answer) -> Observation:
         if answer == "break":
             raise ZeroDivisionError
         done = answer == "stop"
         seen: list[Message] = [{"role": "user", "content": f"read {answer}"}]
-        return Shown(seen, float(len(answer)), done, "said stop" if done else "")
+        return Observation(seen, float(len(answer)), done, "said stop" if done else "")
 
     async def result(self) -> Result:
         return Result({"state/size": 2.0}, reward=0.5)

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_env.bridges import EnvironmentUnusable
-from grpo_env.bridges.harbor import HarborTask, _Episode, rewards_from
+from grpo_env.bridges.harbor import HarborTask, _HarborEpisode, rewards_from
 from grpo_env.bridges.harbor_tasks import read_task, task_directories
 from grpo_env.sandbox.container import Container, Resources
 from grpo_env.tasks import RolloutFailed, TaskOptions
@@ -117,7 +117,7 @@ async def test_a_command_that_linux_cannot_pass_on_is_answered(
     tmp_path: Path, command: str
 ) -> None:
     directory = read_task(write_task(tmp_path, "Do it."), "none")
-    episode = _Episode(directory, Container("none"), 1.0)
+    episode = _HarborEpisode(directory, Container("none"), 1.0)
     call = {"name": "bash", "arguments": {"command": command}}
     answer = f"<tool_call>{json.dumps(call)}</tool_call>"
     shown = await episode.act(await ScriptedDialogue(answer).say([]))

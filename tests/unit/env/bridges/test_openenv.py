@@ -21,7 +21,7 @@ from grpo_env.bridges.openenv import (
     result_text,
     tool_schema,
 )
-from grpo_env.bridges.openenv_server import ActionInvalid, LocalServer, Server
+from grpo_env.bridges.openenv_server import ActionInvalid, LocalServer, OpenEnvServer
 from grpo_env.loading import TaskSpec, short_name
 from grpo_env.tasks import Graded, RolloutFailed, TaskOptions
 from tests.support.wait import DEADLINE_S
@@ -176,7 +176,7 @@ async def test_a_server_on_this_machine_is_reached_without_a_proxy(
         await socket.send_json({"data": {"first": 1}})
 
     async with served(serve) as url:
-        server = Server(url, DEADLINE_S)
+        server = OpenEnvServer(url, DEADLINE_S)
         assert (await asyncio.to_thread(server.schema))["action"] == {}
         async with server.session({}) as (_, first):
             assert first == {"first": 1}
@@ -207,7 +207,7 @@ async def test_pings_of_the_server_are_answered_while_the_policy_thinks() -> Non
         await socket.ping()
         replies.put_nowait((await socket.receive()).type)
 
-    async with served(serve, autoping=False) as url, Server(url, DEADLINE_S).session({}):
+    async with served(serve, autoping=False) as url, OpenEnvServer(url, DEADLINE_S).session({}):
         assert await asyncio.wait_for(replies.get(), DEADLINE_S) is WSMsgType.PONG
 
 

@@ -13,9 +13,9 @@ from grpo_env.inference import health
 from grpo_env.inference.health import (
     HealthClient,
     NotAnInferenceServer,
+    PoolState,
     ServerStanding,
     SharedWeightsHaveOneServer,
-    State,
 )
 from grpo_env.inference.places import Place
 from grpo_env.inference.waiting import wait_for_servers
@@ -91,7 +91,12 @@ FAULT = ServiceUnavailable("500")
 ANOTHER = NotAnInferenceServer("404")
 
 
-SERVING, ON_TRIAL, AWAY, GONE = State.SERVING, State.ON_TRIAL, State.AWAY, State.GONE
+SERVING, ON_TRIAL, AWAY, GONE = (
+    PoolState.SERVING,
+    PoolState.ON_TRIAL,
+    PoolState.AWAY,
+    PoolState.GONE,
+)
 UNRESPONSIVE, FAILED, RECOVERED = "server.unresponsive", "server.failed", "server.recovered"
 
 
@@ -107,11 +112,11 @@ class Watched(ServerStanding):
     def _count(self) -> None:
         self.changes += 1
 
-    def probed(self, problem: Exception | None, took_s: float = 0.0) -> State:
+    def probed(self, problem: Exception | None, took_s: float = 0.0) -> PoolState:
         self.record_probe(problem, self.now - took_s)
         return self.standing
 
-    def asked(self, error: Exception | None) -> State:
+    def asked(self, error: Exception | None) -> PoolState:
         if error is None:
             self.request_answered()
         else:

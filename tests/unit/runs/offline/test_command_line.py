@@ -13,10 +13,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from grpo_core.settings.options import Option
+from grpo_env.pacing import RolloutsFail
 from grpo_runs.offline import __main__ as command
 from grpo_runs.offline import loop, sweep
 from grpo_runs.offline.command_line import job_keys, words_for_hydra
-from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, RunUnusable
+from grpo_runs.offline.errors import KeysInvalid, RunUnusable
 from grpo_runs.offline.keys import (
     CONFIG_FILE,
     KEY_OF_OPTION,

@@ -20,9 +20,10 @@ from structlog.types import Processor
 
 from grpo_env.evaluation import evaluate
 from grpo_env.inference.server import NoGenerateRoute
+from grpo_env.pacing import RolloutsFail
 from grpo_runs.offline import iteration_end, screen
 from grpo_runs.offline.data import InProcessQueue, optimizer_batches
-from grpo_runs.offline.errors import RolloutsFail, StaleServer
+from grpo_runs.offline.errors import StaleServer
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.loop import run_offline
 from grpo_runs.offline.results import RunResult, evaluations, result_of, train_records

@@ -17,13 +17,14 @@ from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import ForwardOptions
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_env.pacing import RolloutsFail
 from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup, SamplingPlan
 from grpo_env.tasks import Task, TaskOptions
 from grpo_env.tasks.item_stream import ItemStream
 from grpo_env.tasks.items import Item
 from grpo_runs.offline import local
 from grpo_runs.offline.data import optimizer_batches
-from grpo_runs.offline.errors import KeysInvalid, RolloutsFail, ServerUnsuitable, StaleServer
+from grpo_runs.offline.errors import KeysInvalid, ServerUnsuitable, StaleServer
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.local import LocalGeneration
 from grpo_runs.offline.sampling import Sampler, require_fresh, require_own_policy, versions_of

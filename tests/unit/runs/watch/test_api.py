@@ -33,7 +33,7 @@ from grpo_runs.process.records import ProcessRecords
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.settings.watch import WatchSettings
 from grpo_runs.watch.access import COOKIE
-from grpo_runs.watch.api import Follower, watch_app
+from grpo_runs.watch.api import PageFollower, watch_app
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.serve import PageNotServed, PageServer, live_runs
 from tests.support.conversations import record
@@ -331,7 +331,7 @@ def test_events_tell_new_steps(run: RunDirectory) -> None:
 def test_after_a_resume_the_page_asks_for_the_curves_again(run: RunDirectory) -> None:
     """Instead of getting all steps in one event."""
     live = LiveRun("mine", run, clock=iter(range(100)).__next__)
-    follower = Follower(live)
+    follower = PageFollower(live)
     follower.news()
     run.metrics.unlink()
     take_steps(run, 1)
@@ -343,7 +343,7 @@ def test_after_a_resume_the_page_asks_for_the_curves_again(run: RunDirectory) ->
 def test_each_open_page_gets_every_point(run: RunDirectory) -> None:
     """Also if another page has read it, or has asked for the state meanwhile."""
     live = LiveRun("mine", run, clock=lambda: 100.0)
-    first, second = Follower(live), Follower(live)
+    first, second = PageFollower(live), PageFollower(live)
     for page in (first, second):
         assert [name for name, _ in page.news()] == ["state"]
     take_steps(run, 3)

@@ -36,7 +36,7 @@ from grpo_trainer.weight_sync import probe, servers
 from grpo_trainer.weight_sync.base import Incidents
 from grpo_trainer.weight_sync.directories import VersionDirectories, WeightSource
 from grpo_trainer.weight_sync.files import FileSync
-from grpo_trainer.weight_sync.servers import Publication, Publisher, ServerWatch
+from grpo_trainer.weight_sync.servers import Publisher, ServedPublication, ServerWatch
 from tests.support.directories import names
 from tests.support.wait import DEADLINE_S
 from tests.unit.trainer.served_model import ServedModel
@@ -402,7 +402,7 @@ def test_if_the_only_server_with_a_version_leaves_the_trainer_waits_for_the_next
             gone.shown.leave()
             gone.fail()
 
-        def publish_again(announced: Announcement, sources: list[str]) -> Publication:
+        def publish_again(announced: Announcement, sources: list[str]) -> ServedPublication:
             if not gone.shown.speaks:
                 is_alone.set()
             return publish(announced, sources)

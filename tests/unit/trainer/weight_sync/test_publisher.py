@@ -23,7 +23,7 @@ from grpo_trainer.errors import (
     WeightsRefused,
 )
 from grpo_trainer.weight_sync.base import Incidents
-from grpo_trainer.weight_sync.servers import Publication, Publisher, ServerWatch
+from grpo_trainer.weight_sync.servers import Publisher, ServedPublication, ServerWatch
 from tests.support.wait import DEADLINE_S, wait_for
 from tests.unit.trainer.server_stand_in import Reply, StandIn, depart, ignore, refuse
 
@@ -64,7 +64,7 @@ class Rig:
     def server(self, name: str, reply: Reply | None = None, **status: object) -> StandIn:
         return self._stack.enter_context(StandIn(self.url, self.run_id, name, reply, **status))
 
-    def publish(self) -> Publication:
+    def publish(self) -> ServedPublication:
         return self.publisher.publish(VERSION, SOURCES)
 
     def lose(self) -> None:
