@@ -284,7 +284,7 @@ def _bound(learner: Learner, saved: SavedState | None) -> Bound:
     return Bound(floor, learns=settings.sync.uses_files or settings.verify_every_steps > 0)
 
 
-def open_follower(settings: TrainerSettings, ranks: Ranks) -> tuple[OtherRank, Position] | None:
+def open_other_rank(settings: TrainerSettings, ranks: Ranks) -> tuple[OtherRank, Position] | None:
     steps_taken: int | None = ranks.broadcast(None)
     if steps_taken is not None and steps_taken >= settings.steps:
         return None

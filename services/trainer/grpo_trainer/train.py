@@ -1,6 +1,6 @@
 """The training loop: take → advantages → gradients → check → step → publish → record and save.
 
-Every rank runs it: rank 0 as `Lead`, the others as `Follower`.
+Every rank runs it: rank 0 as `Lead`, the others as `OtherRank`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_trainer.checks.self_test import SelfTest, require_own_functions
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.errors import NonFiniteStep
 from grpo_trainer.ranks import ALONE, Ranks
-from grpo_trainer.roles import Lead, OpenSync, Role, open_follower, open_lead
+from grpo_trainer.roles import Lead, OpenSync, Role, open_lead, open_other_rank
 from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.provenance import step_input
 from grpo_trainer.weight_sync.build import open_weight_sync
@@ -104,7 +104,7 @@ def open_run(
         opened: tuple[Role, Position] | None = (
             open_lead(stack, settings, ranks, api, weight_sync)
             if ranks.leads
-            else open_follower(settings, ranks)
+            else open_other_rank(settings, ranks)
         )
         if opened is not None:
             SelfTest(opened[0].learner).require()
