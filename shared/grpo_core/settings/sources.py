@@ -334,20 +334,16 @@ def read_config(settings_type: type[CommandSettings], path: Path) -> Found:
     def where(key: str) -> str:
         return f"{path}:{lines[key]}: {key}" if key in lines else f"{path}: {key}"
 
+    names = Names(command, options_of(settings_type))
     pairs = [*flat(settings_type, prepared)]
     found = read_keys(settings_type, [(key, value, where(key)) for key, value in pairs], dashes="")
     found.problems += [
         f"{where(name)}: expected a section, with an option on each line"
         for name, value in prepared.items()
-        if _is_section(settings_type, name) and not isinstance(value, dict | None)
+        if command.sections and name in command.groups and not isinstance(value, dict | None)
+        if not names.find(name)
     ]
     return found
-
-
-def _is_section(settings_type: type[CommandSettings], key: str) -> bool:
-    command = settings_type.command
-    names = Names(command, options_of(settings_type))
-    return command.sections and key in command.groups and not names.find(key.replace("_", "-"))
 
 
 def flat(
