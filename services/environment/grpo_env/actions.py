@@ -55,7 +55,7 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: ChatTem
     lost: Counter[str] = Counter()
     settings.output.parent.mkdir(parents=True, exist_ok=True)
     with settings.output.open("w", encoding="utf-8") as file:
-        async with open_engine(settings, tasks, template) as engine:
+        async with open_engine(settings, tasks, template) as (engine, _):
             async for sampled in _groups(settings, tasks, engine, groups, stream):
                 if sampled.group is None:
                     assert sampled.lost is not None
@@ -180,7 +180,7 @@ async def _sampled(
         drop_equal_scores=False,
     )
     checked: list[Checked] = []
-    async with open_engine(settings, tasks, template) as engine:
+    async with open_engine(settings, tasks, template) as (engine, _):
         for item in items:
             try:
                 dialogues, grades = await engine.sample(item, plan)

@@ -119,52 +119,42 @@ def open_template(settings: EnvServerSettings, tasks: TaskSet) -> ChatTemplate:
 @asynccontextmanager
 async def open_engine(
     settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
-) -> AsyncIterator[RolloutEngine]:
-    """The rollout engine on the inference servers of `--inference-url`, as soon as one is healthy.
+) -> AsyncIterator[tuple[RolloutEngine, InferencePool]]:
+    """The rollout engine, and the inference servers of `--inference-url` that it samples on, as
+    soon as one is healthy and the teacher of `--teacher-url` answers.
 
     Raises:
-        GrpoError: the errors of `wait_for_servers`.
+        GrpoError: the errors of `wait_for_servers`, `TeacherClient.find_model` and
+            `TeacherClient.require_same_tokenizer`.
     """
-    async with open_pool(settings, tasks) as pool, open_teacher(settings, template) as teacher:
-        with engine_on(pool.generate, settings, template, teacher) as engine:
-            yield engine
-
-
-@asynccontextmanager
-async def open_pool(settings: EnvServerSettings, tasks: TaskSet) -> AsyncIterator[InferencePool]:
-    """The inference servers of `--inference-url`, as soon as one is healthy.
-
-    Raises:
-        GrpoError: the errors of `wait_for_servers`.
-    """
-    api_key = plain(settings.vllm_api_key)
-    await wait_for_servers(settings.inference_url, settings.start_deadline_s, api_key)
+    urls, api_key = settings.inference_url, plain(settings.vllm_api_key)
+    await wait_for_servers(urls, settings.start_deadline_s, api_key)
     # At one server: one request for each group, or for each rollout of a conversation.
     requests = max(settings.max_concurrent_groups, settings.eval_requests)
     if any(task.is_conversation or task.drives_itself for task in tasks.tasks):
         requests *= max(settings.group_size, settings.eval_samples)
-    async with InferencePool(
-        settings.inference_url, settings.request_deadline_s, requests, api_key
-    ) as pool:
-        yield pool
+    async with (
+        InferencePool(urls, settings.request_deadline_s, requests, api_key) as pool,
+        _teacher(settings, template) as teacher,
+    ):
+        with engine_on(pool.generate, settings, template, teacher) as engine:
+            yield engine, pool
 
 
 @asynccontextmanager
-async def open_teacher(
+async def _teacher(
     settings: EnvServerSettings, template: ChatTemplate
 ) -> AsyncIterator[Teacher | None]:
-    """The teacher of `--teacher-url`, as soon as it answers; None without one.
-
-    Raises:
-        TeacherUnavailable, TeacherUnusable, TeacherTokenizerDiffers: see there.
-    """
+    """None without `--teacher-url`."""
     if settings.teacher_url is None:
         yield None
         return
-    key, requests = plain(settings.teacher_api_key), settings.max_concurrent_groups
-    deadline_s = settings.request_deadline_s
     async with TeacherClient(
-        settings.teacher_url, settings.teacher_model, deadline_s, requests, key
+        settings.teacher_url,
+        settings.teacher_model,
+        settings.request_deadline_s,
+        settings.max_concurrent_groups,
+        plain(settings.teacher_api_key),
     ) as client:
         await client.find_model(settings.start_deadline_s)
         await client.require_same_tokenizer(template.tokenizer)

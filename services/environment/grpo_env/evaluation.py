@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from grpo_core.rollouts.page import write_page
 from grpo_core.rollouts.record import RolloutRecord, records_of_group
 from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_env.assembly import TaskSet, engine_on, open_pool, sampling_plan
+from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.inference.pool import InferencePool
 from grpo_env.inference.waiting import wait_for_step
 from grpo_env.rollout.chat_template import ChatTemplate
@@ -193,7 +192,10 @@ async def evaluate_once(
     evaluation = Evaluation.of(settings)
     chosen = [(task, evaluation.chosen(task)) for task in tasks.tasks]
     output = settings.eval_output or DEFAULT_OUTPUT
-    async with _open_evaluator(settings, tasks, template) as engine:
+    without_teacher = settings.model_copy(update={"teacher_url": None})
+    async with open_engine(without_teacher, tasks, template) as (engine, pool):
+        if len(pool.places) > 1:  # one server has one version, and nothing is waited for
+            engine = await _of_one_version(engine, pool, settings, 0)
         plan = sampling_plan(settings, tasks)
         for task, items in chosen:
             answers = _Answers(task.name, len(items))
@@ -208,17 +210,6 @@ async def evaluate_once(
             sys.stdout.write("\n".join(table_lines(result)) + "\n")
             sys.stdout.write(f"written to {output} and {details}\nanswers:   {page}\n")
             sys.stdout.flush()
-
-
-@contextlib.asynccontextmanager
-async def _open_evaluator(
-    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
-) -> AsyncIterator[RolloutEngine]:
-    async with open_pool(settings, tasks) as pool:
-        with engine_on(pool.generate, settings, template) as engine:
-            # One server has one version, and nothing is waited for.
-            several = len(pool.places) > 1
-            yield await _of_one_version(engine, pool, settings, 0) if several else engine
 
 
 async def _of_one_version(

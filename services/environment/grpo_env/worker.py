@@ -19,7 +19,7 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.metrics_port import serving_metrics
 from grpo_core.security import plain
 from grpo_core.wire.run_api import EnvironmentRegistration, EnvironmentStatus, TrainerInfo
-from grpo_env.assembly import TaskSet, engine_on, open_pool, open_teacher, sampling_plan
+from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.evaluation import TrainingEvaluation
 from grpo_env.inference.pool import InferencePool
 from grpo_env.pacing import FailureBudget, StallDetector, groups_to_start
@@ -66,14 +66,10 @@ async def serve(settings: EnvServerSettings, tasks: TaskSet, template: ChatTempl
     """
     key = plain(settings.run_api_token)
     async with (
-        open_pool(settings, tasks) as pool,
-        open_teacher(settings, template) as teacher,
+        open_engine(settings, tasks, template) as (engine, pool),
         EnvironmentClient(settings.run_api_url, settings.run_api_deadline_s, key) as api,
     ):
-        with (
-            engine_on(pool.generate, settings, template, teacher) as engine,
-            _ready_file(settings.ready_file),
-        ):
+        with _ready_file(settings.ready_file):
             worker = Worker(settings, tasks, api, engine, pool)
             with serving_metrics(settings.metrics_host, settings.metrics_port, worker.metrics):
                 await worker.run()

@@ -115,7 +115,7 @@ class Engines:
         environment: names the server
         """
         if backend == "vllm_server" and self.sampling.server != "stock_vllm":
-            async with open_engine(environment, self.tasks, self.template) as engine:
+            async with open_engine(environment, self.tasks, self.template) as (engine, _):
                 yield engine
             return
         source = nullcontext(local()) if backend == "local" else self._client(backend, environment)
