@@ -189,8 +189,10 @@ docs: $(VENV)/.installed-dev ## Generate parts of the documentation and build th
 	@$(MKDOCS) $(if $(SERVE),serve,build --strict) --config-file docs/generate/mkdocs.yml
 
 .PHONY: unit integration faults e2e
-unit integration faults e2e: $(VENV)/.installed-dev
+unit integration e2e: $(VENV)/.installed-dev
 	@$(PYTEST) tests/$@
+faults: $(VENV)/.installed-dev
+	@$(PYTEST) tests/whole_run/faults
 
 # The two halves of unit: what computes with a model, and all others.
 MODELS = tests/unit/trainer tests/unit/vllm
@@ -261,16 +263,16 @@ supply-chain: $(VENV)/.installed-dev $(VENV)/supply-chain/.installed ## Find kno
 .PHONY: soak
 soak: $(VENV)/.installed-dev ## Kill run-api, Redis and trainer at random for SOAK_SECONDS (20 minutes)
 	@SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_APPENDFSYNC=$(SOAK_APPENDFSYNC) \
-	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(PYTEST) tests/soak -s
+	  SOAK_DIRECTORY=$(SOAK_DIRECTORY) $(PYTEST) tests/whole_run/soak -s
 
 .PHONY: chaos
 chaos: $(VENV)/.installed-dev ## Kill and stop processes of real runs KILLS times (1000), in each shape of run; CHAOS_FLAGS="--seed 1"
-	@$(BIN)/python -m tests.chaos --kills $(KILLS) \
+	@$(BIN)/python -m tests.whole_run.chaos --kills $(KILLS) \
 	  --directory $(CURDIR)/runs/chaos-$(shell date +%Y%m%d-%H%M%S) $(CHAOS_FLAGS)
 
 .PHONY: faults-matrix
 faults-matrix: $(VENV)/.installed-dev ## Inject every fault of docs/explanation/faults.md and measure its tables (1 hour, as root); MATRIX_FLAGS="--minutes 10 --seed 1"
-	@$(BIN)/python -m tests.faults_matrix $(MATRIX_FLAGS)
+	@$(BIN)/python -m tests.whole_run.matrix $(MATRIX_FLAGS)
 
 .PHONY: bench-serving
 bench-serving: install ## Measure sampling here and in stock vLLM; writes docs/contributing/benchmarks.md

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.faults_matrix.matrix import FAULTS, sections
+from tests.whole_run.matrix.matrix import FAULTS, sections
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,97 @@
+"""Kills and stops the processes of real runs at random: `make chaos`.
+
+Each shape of run trains the tiny model with the settings that users get. A hit sends SIGKILL, or
+SIGSTOP and later SIGCONT, to one process or two, and the killed ones are started again as Compose
+would. After every hit the run must train another step. At the end of a shape: every group that
+run-api acknowledged was trained exactly once or is still queued, steps are consecutive, the served
+weights were the trained ones, and no process is left. An offline run ends with the weights of an
+undisturbed one.
+
+The seed decides victims, signals and pauses, not the moment within a step. `journal.jsonl` in the
+directory has one line for each hit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.whole_run.chaos.hits import Journal, say
+from tests.whole_run.chaos.offline import OFFLINE, OfflineRun
+from tests.whole_run.chaos.queue import QueueRun
+from tests.whole_run.commands import LORA_ONLY, LORA_RESTART, SHARED, Shape
+
+QUEUE_SHAPES = {
+    "shared_vllm": Shape(SHARED, as_shipped=True),
+    "lora_only": Shape(LORA_ONLY, as_shipped=True),
+    "lora_restart": Shape(LORA_RESTART, as_shipped=True),
+    "none": Shape("none", as_shipped=True),
+    "lora_only-3-servers": Shape(LORA_ONLY, servers=3, as_shipped=True),
+    "lora_restart-3-servers": Shape(LORA_RESTART, servers=3, as_shipped=True),
+    "none-3-servers": Shape("none", servers=3, as_shipped=True),
+    "none-2-ranks": Shape("none", ranks=2, as_shipped=True),
+    "none-full-queue": Shape("none", queue_limit=5, as_shipped=True),
+}
+PRETRAINED_SHAPES = {
+    f"smollm2-{mode}": Shape(mode, is_pretrained=True, as_shipped=True)
+    for mode in (SHARED, LORA_ONLY, "none")
+}
+CONTAINER_SHAPES = {
+    "compose-shared_vllm": Shape(SHARED),
+    "compose-lora_only": Shape(LORA_ONLY),
+    "compose-lora_restart": Shape(LORA_RESTART),
+    "compose-none-3-servers": Shape("none", servers=3),
+}
+"""Only if they are named, as the pretrained ones: they need Docker."""
+UNDISTURBED_SHAPES = {"undisturbed": Shape(SHARED, queue_limit=5, as_shipped=True)}
+"""Only if it is named: no hits, for a run of many hours, which libfaketime shortens to minutes."""
+
+
+def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) -> None:
+    # A shape repeats its choices also without the others.
+    dice = random.Random(f"{seed} {name}")
+    if name == OFFLINE:
+        OfflineRun(dice, journal).run(numbers)
+    elif name in CONTAINER_SHAPES:
+        QueueRun(name, CONTAINER_SHAPES[name], dice, journal, in_containers=True).run(numbers)
+    else:
+        shape = (QUEUE_SHAPES | PRETRAINED_SHAPES | UNDISTURBED_SHAPES)[name]
+        QueueRun(name, shape, dice, journal, is_undisturbed=name in UNDISTURBED_SHAPES).run(numbers)
+
+
+def until(moment: float) -> Iterator[int]:
+    """0, 1, 2, and so on, until that moment of the monotonic clock."""
+    return itertools.takewhile(lambda _: time.monotonic() < moment, itertools.count())
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.whole_run.chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000, help="hits in all shapes together")
+    parser.add_argument("--minutes", type=float, help="instead: of two shapes that the seed draws")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shapes", default=",".join((*QUEUE_SHAPES, OFFLINE)))
+    parser.add_argument("--directory", type=Path, required=True, help="a new directory")
+    given: Any = parser.parse_args(words)
+    shapes = given.shapes.split(",")
+    if given.minutes:
+        shapes = random.Random(given.seed).sample(shapes, min(2, len(shapes)))
+    journal = Journal(given.directory)
+    for index, name in enumerate(shapes):
+        hits = given.kills // len(shapes) + (index < given.kills % len(shapes))
+        end = time.monotonic() + (given.minutes or 0) * 60 / len(shapes)
+        run_shape(name, until(end) if given.minutes else range(hits), given.seed, journal)
+    for line in journal.summary():
+        say(line)
+    # CI may have other work.
+    assert given.minutes or not journal.late(), "a run recovered too late"
+    hits = sum(bool(hit.victims) for hit in journal.hits)
+    say(f"{hits} hits with seed {given.seed}: nothing lost, nothing twice")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Command lines of the processes of a run that the fault tests kill."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_core.redis.server import bundled_redis, redis_command
+from grpo_runs.process.ports import free_port
+from tests.fixtures.inference import SMALL
+from tests.support.preloaded import MODULE as PRELOADED
+from tests.support.preloaded import VARIABLE as FORK_SOCKET
+from tests.support.preloaded import fork_socket
+from tests.whole_run.stages import SUBMISSIONS
+
+REDIS, RUN_API, SERVER = "redis", "run-api", "vllm-server"
+TRAINER, ENVIRONMENT = "trainer", "environment"
+SHARED = "shared_vllm"
+LORA_ONLY, LORA_RESTART = "lora_only", "lora_restart"
+OTHER_MODES = (LORA_ONLY, LORA_RESTART, "none")
+RESTART_EVERY_STEPS = 3
+BATCH_SIZE = 16
+STATE_INTERVAL = 3
+SUMS = Path(__file__).with_name("sums.py")
+LONGER_THAN_ANY_WAIT_S = 3600
+"""For leases and deadlines that no test may reach."""
+
+
+def server_names(number: int) -> tuple[str, ...]:
+    return (SERVER, *(f"{SERVER}-{index}" for index in range(1, number)))
+
+
+def health_of(server: str) -> str:
+    """Name of a port."""
+    return f"health of {server}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Args:
+    mode: the weight-sync mode
+    servers: number of inference servers; several follow the versions in Redis
+    ranks: number of trainer processes, which torchrun starts
+    as_shipped: with the deadlines that users get, an environment that journals what it sends,
+        and rewards in worker processes
+    is_pretrained: SmolLM2 in place of the tiny model
+    queue_limit: number of groups from which on run-api delays submissions; 0: its default. The
+        environment then fills the queue
+    hosts: (client, server) → the host name by which this client reaches the server; else 127.0.0.1
+    """
+
+    mode: str
+    servers: int = 1
+    ranks: int = 1
+    as_shipped: bool = False
+    is_pretrained: bool = False
+    queue_limit: int = 0
+    hosts: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+    @property
+    def start_order(self) -> tuple[tuple[str, ...], ...]:
+        """Processes of one row start at the same time."""
+        return ((REDIS,), (RUN_API, *server_names(self.servers)), (TRAINER,), (ENVIRONMENT,))
+
+    def ports(self) -> dict[str, int]:
+        names = server_names(self.servers)
+        health = [health_of(name) for name in names]
+        return {name: free_port() for name in (REDIS, RUN_API, TRAINER, *names, *health)}
+
+
+@dataclass
+class Commands:
+    """Args:
+    directory: logs, metrics, checkpoints and Redis' files
+    socket: path of the weight socket
+    """
+
+    directory: Path
+    socket: Path
+    model: str
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        self.mode, self.as_shipped = self.shape.mode, self.shape.as_shipped
+        self.ports = self.shape.ports()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def submissions(self) -> Path:
+        """The environment's journal."""
+        return self.directory / "submissions.txt"
+
+    def url(self, name: str, client: str = "") -> str:
+        return f"http://{self._host(name, client)}:{self.ports[name]}"
+
+    def _host(self, name: str, client: str) -> str:
+        return self.shape.hosts.get((client, name), "127.0.0.1")
+
+    def of(self, name: str) -> list[str]:
+        python = [sys.executable, "-m"]
+        if name.startswith(SERVER):
+            return [*python, *self._server_module(), *self._server(name)]
+        commands: dict[str, Callable[[], list[str]]] = {
+            REDIS: self._redis,
+            RUN_API: lambda: [*python, "grpo_api", *self._run_api()],
+            TRAINER: lambda: [*python, *self._trainer_module(), *self._trainer()],
+            ENVIRONMENT: lambda: [*python, *self._environment_module(), *self._environment()],
+        }
+        return commands[name]()
+
+    def _redis(self) -> list[str]:
+        directory = self.directory / REDIS
+        directory.mkdir(exist_ok=True)
+        return redis_command(self.ports[REDIS], directory, bundled_redis())
+
+    def _run_api(self) -> list[str]:
+        flags: dict[str, object] = {} if self.as_shipped else {"redis-deadline-s": 3}
+        if limit := self.shape.queue_limit:
+            flags["max-queued-groups"] = limit
+        return _flags({"port": self.ports[RUN_API], **flags, **self._of_the_run(RUN_API)})
+
+    def variables(self) -> dict[str, str]:
+        found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        found[SUBMISSIONS] = str(self.submissions)
+        return found | ({FORK_SOCKET: fork_socket()} if self.mode == SHARED else {})
+
+    def _server_module(self) -> list[str]:
+        """In the file modes the supervisor starts its own fork server: a test kills the supervisor
+        alone, and the kernel must end the engine."""
+        return [PRELOADED, "serve"] if self.mode == SHARED else ["grpo_vllm"]
+
+    def _server(self, name: str) -> list[str]:
+        flags = {
+            "model": self.model,
+            "port": self.ports[name],
+            "health-port": self.ports[health_of(name)],
+            "server-name": name,
+            "dtype": "float32",
+            **self._of_the_run(SERVER),
+        }
+        if self.mode == SHARED:
+            config = self.directory / "vllm_bridge_config.json"
+            flags |= {"weights-socket": self.socket, "bridge-config-path": config}
+            if not self.as_shipped:
+                flags["max-pause-lease-s"] = LONGER_THAN_ANY_WAIT_S
+            return ["--share-weights", *_flags(flags), *SMALL]
+        flags["weights-dir"] = self.checkpoints / "served_weights"
+        lora = ["--enable-lora"] if self.mode in (LORA_ONLY, LORA_RESTART) else []
+        return [*lora, *_flags(flags), *SMALL]
+
+    def _environment_module(self) -> list[str]:
+        if self.as_shipped:
+            return ["tests.whole_run.journalled_environment", f"{SUMS}:Sums", "serve"]
+        return ["grpo_env", "arithmetic", "serve"]
+
+    def _environment(self) -> list[str]:
+        never = {} if self.as_shipped else {"run-api-deadline-s": LONGER_THAN_ANY_WAIT_S}
+        return _flags(
+            {
+                "run-api-url": self.url(RUN_API, ENVIRONMENT),
+                "group-size": 4,
+                "max-completion-tokens": 8,
+                "max-batches-offpolicy": 50 if self.shape.queue_limit else 2,
+                "drop-equal-scores": "false",
+                "inference-url": self.url(SERVER, ENVIRONMENT),
+                "model": self.model,
+                **never,
+            }
+        )
+
+    def _trainer_module(self) -> list[str]:
+        module = ["tests.whole_run.staged_trainer"]
+        if self.shape.ranks == 1:
+            return module
+        ranks = ["--standalone", "--nproc-per-node", str(self.shape.ranks)]
+        return ["torch.distributed.run", *ranks, "-m", *module]
+
+    def _lr(self) -> float:
+        """With which a publication moves the logprobs, and no model is lost."""
+        if self.shape.is_pretrained:
+            return 1e-5
+        return 2e-3 if self.mode in (LORA_ONLY, LORA_RESTART) else 3e-4
+
+    def _trainer(self) -> list[str]:
+        flags = {
+            "model": self.model,
+            "mode": self.mode,
+            "run-api-url": self.url(RUN_API, TRAINER),
+            "inference-url": self.url(SERVER, TRAINER),
+            "steps": 100_000,  # more than any test needs
+            "batch-size": BATCH_SIZE // 2,
+            "gradient-accumulation-steps": 2,
+            "lr": self._lr(),
+            "seq-len": 128,
+            "metrics-file": self.directory / "metrics.jsonl",
+            "save-path": self.checkpoints,
+            "checkpoint-interval": 0,
+            "state-interval": STATE_INTERVAL,
+        }
+        if self.mode == SHARED:
+            lease = {} if self.as_shipped else {"pause-lease-s": LONGER_THAN_ANY_WAIT_S}
+            return _flags(flags | {"verify-every-steps": 1} | lease)
+        if self.mode != LORA_ONLY:
+            flags["vllm-restart-interval"] = RESTART_EVERY_STEPS
+        if (servers := self.shape.servers) > 1:
+            flags |= {"num-inference-nodes": servers, "master-port": self.ports[TRAINER]}
+        return _flags(flags | self._of_the_run(TRAINER))
+
+    def _of_the_run(self, client: str) -> dict[str, object]:
+        url = f"redis://{self._host(REDIS, client)}:{self.ports[REDIS]}/0"
+        return {"redis-url": url, "run-id": "faults"}
+
+
+def _flags(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -1,0 +1,169 @@
+"""Kills (SIGKILL) each process of a run at each stage of the trainer's step, in each mode.
+
+`docs/contributing/faults-and-tests.md` lists them beside what is promised.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.whole_run.commands import (
+    ENVIRONMENT,
+    OTHER_MODES,
+    REDIS,
+    RUN_API,
+    SERVER,
+    SHARED,
+    STATE_INTERVAL,
+    TRAINER,
+)
+from tests.whole_run.rig import (
+    ENGINE,
+    SUPERVISOR,
+    Rig,
+    require_every_batch_trained_once,
+    require_own_completions,
+    require_progress,
+)
+from tests.whole_run.stages import (
+    HALF_WRITTEN,
+    SAVED,
+    SAVING_STAGES,
+    STAGES,
+    TRAINING,
+    WAITING,
+)
+
+ENDS_WITHIN_S = 120.0
+NOTICED = {SERVER: (TRAINER, "server.connection_lost"), REDIS: (RUN_API, "request.failed")}
+"""For each killed process: the log that reports its outage, and the text."""
+
+ALWAYS = [
+    (SHARED, (REDIS, RUN_API), TRAINING),
+    (SHARED, (REDIS, RUN_API), SAVED),
+    (SHARED, (SERVER,), HALF_WRITTEN),
+    (SHARED, (ENGINE,), TRAINING),
+    (SHARED, (TRAINER,), SAVED),
+]
+NIGHTLY = [
+    *((SHARED, (name,), stage) for name in (RUN_API, REDIS, SERVER) for stage in STAGES),
+    (SHARED, (ENVIRONMENT,), WAITING),
+    *((mode, (ENGINE,), WAITING) for mode in OTHER_MODES),
+    *((mode, (name,), TRAINING) for mode in OTHER_MODES for name in (SUPERVISOR, REDIS, TRAINER)),
+]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def cases() -> list[Any]:
+    nightly = [case for case in NIGHTLY if case not in ALWAYS]
+    return [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.full) for case in nightly)]
+
+
+def require_the_run_goes_on(rig: Rig, seen: int) -> None:
+    require_progress(rig, seen)
+    require_every_batch_trained_once(rig.journal())
+
+
+@pytest.mark.parametrize(
+    ("rig", "names", "stage"),
+    cases(),
+    indirect=["rig"],
+    ids=lambda part: part if isinstance(part, str) else "+".join(part),
+)
+def test_the_run_goes_on_after_a_kill(rig: Rig, names: tuple[str, ...], stage: str) -> None:
+    witness, words = NOTICED.get(names[0], (TRAINER, ""))
+    with rig.held_at(stage):
+        seen, said = len(rig.records()), rig.log(witness).count(words)
+        crashes, before = rig.server_status()["crashes"], rig.records()[-1]["step"]
+        batches = len(rig.journal())
+        version = rig.bridge_info()["policy_version"]
+        rig.kill(*names)
+        if (
+            ENGINE in names and rig.mode != SHARED
+        ):  # the restarted server needs no trainer to serve again
+            rig.wait_for(lambda: rig.server_status()["crashes"] > crashes)
+            assert rig.bridge_info()["policy_version"] == version
+    if RUN_API in names:
+        rig.wait_for_callers()
+    elif words and rig.mode == SHARED:
+        rig.wait_for_log(witness, words, said + 1)
+    rig.start(*names)
+    require_the_run_goes_on(rig, seen)
+    # The restarted server has not answered with weights that no trainer published.
+    taken = rig.journal()
+    require_own_completions(taken, {entry["epoch"] for entry in taken})
+    if ENGINE in names:
+        assert rig.server_status()["crashes"] == crashes + 1
+    if TRAINER in names:
+        assert before - STATE_INTERVAL < taken[batches]["step"] <= before + 2
+    if rig.mode != SHARED:
+        assert rig.server_status()["dropped_requests"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [*STAGES, *SAVING_STAGES])
+def test_a_killed_trainer_leaves_the_server_serving(rig: Rig, stage: str) -> None:
+    """Except if the trainer was killed while it wrote: then requests wait for a trainer.
+    test_resumed_run.py shows how the run continues."""
+    with rig.held_at(stage):
+        seen, before = len(rig.records()), rig.records()[-1]["step"]
+        batches = len(rig.journal())
+        rig.kill(TRAINER)
+    # The end of the connection ends the pause, long before its lease of an hour.
+    rig.wait_for(lambda: not rig.bridge_info()["paused"])
+    is_torn = stage == HALF_WRITTEN
+    info = rig.bridge_info()
+    assert info["weights_intact"] != is_torn
+    assert info["state"] == ("awaiting_weights" if is_torn else "serving")
+    if is_torn:
+        refused = rig.launch(TRAINER, "--resume", "never")
+        assert refused.wait(ENDS_WITHIN_S) == 1
+        assert "TornWeights" in refused.log_tail()
+    rig.start(TRAINER)
+    require_the_run_goes_on(rig, seen)
+    assert rig.bridge_info()["weights_intact"]
+    assert before - STATE_INTERVAL < rig.journal()[batches]["step"] <= before + 2
+
+
+class Witness(NamedTuple):
+    """A process that detects a permanent outage; its deadline, and its error."""
+
+    name: str
+    flags: tuple[str, str]
+    says: str
+
+
+WITNESSES = {
+    RUN_API: [
+        Witness(TRAINER, ("--service-deadline-s", "10"), "Atropos API not reachable"),
+        Witness(ENVIRONMENT, ("--run-api-deadline-s", "10"), "Atropos API not reach"),
+    ],
+    REDIS: [Witness(TRAINER, ("--service-deadline-s", "10"), "Redis did not answer within")],
+    ENVIRONMENT: [Witness(TRAINER, ("--batch-deadline-s", "15"), "no batch within 15 s")],
+    TRAINER: [Witness(ENVIRONMENT, ("--trainer-deadline-s", "10"), "the trainer took no batch")],
+    SERVER: [
+        Witness(TRAINER, ("--server-return-deadline-s", "10"), "did not come back within"),
+        Witness(ENVIRONMENT, ("--request-deadline-s", "10"), "vllm-server answered no request"),
+    ],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", WITNESSES)
+def test_a_process_that_does_not_come_back_is_named(rig: Rig, victim: str) -> None:
+    witnesses = WITNESSES[victim]
+    with rig.held_at(WAITING):
+        rig.kill(*(witness.name for witness in witnesses))
+    for witness in witnesses:
+        rig.launch(witness.name, *witness.flags)
+        rig.wait_until_ready(witness.name)
+    rig.wait_for_steps(1)
+    with rig.held_at(WAITING):
+        rig.kill(victim)
+    for witness in witnesses:
+        ended = rig.process(witness.name)
+        assert ended.wait(ENDS_WITHIN_S) == 1
+        assert witness.says in ended.log_path.read_text()

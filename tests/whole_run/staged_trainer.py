@@ -1,0 +1,116 @@
+"""Runs `grpo`, with a journal, and holds it at a stage of its step if a test requests it.
+
+A test writes the name of a stage and a token into a file. At that stage the trainer writes both
+into another file and waits until the first file changes or disappears. So a test can kill a process
+at exactly that moment. The journal lists the batch of each step, beside the checkpoints. Nothing
+else differs from `grpo`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_core.clients.run_api import TrainerClient
+from grpo_trainer import __main__ as grpo
+from grpo_trainer.checkpoint import store
+from grpo_trainer.data.batches import BatchSource, TakenBatch
+from grpo_trainer.data.filter import digest
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.weight_sync import shared
+from tests.support.wait import wait_for
+from tests.whole_run.stages import (
+    HALF_SAVED,
+    HALF_WRITTEN,
+    HELD,
+    JOURNAL,
+    PAUSED,
+    SAVED,
+    TRAINING,
+    VARIABLE,
+    VERIFYING,
+    WAITING,
+    WANTED,
+    read,
+)
+
+HOLD_DEADLINE_S = 600.0
+
+
+class Stages:
+    def __init__(self, directory: Path) -> None:
+        self._wanted, self._held = directory / WANTED, directory / HELD
+
+    def reach(self, stage: str) -> None:
+        asked = read(self._wanted)
+        if asked.partition(" ")[0] != stage:
+            return
+        self._held.write_text(asked)
+        wait_for(lambda: read(self._wanted), lambda wanted: wanted != asked, HOLD_DEADLINE_S)
+
+
+def hold_at(stages: Stages) -> None:
+    """Add a stop before each stage of the step, and one within the writing of the weights."""
+    for owner, name, stage in (
+        (TrainerClient, "poll", WAITING),
+        (MasterOptimizer, "step", TRAINING),
+        (MasterOptimizer, "write_into_parameters", PAUSED),
+        (shared, "require_written", VERIFYING),
+        (store, "_write_record", HALF_SAVED),
+        (TrainerClient, "acknowledge", SAVED),
+    ):
+        setattr(owner, name, _after(stages, stage, getattr(owner, name)))
+    torch._foreach_copy_ = _in_two_halves(stages, torch._foreach_copy_)
+
+
+def _after(stages: Stages, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def stopping(*args: Any, **options: Any) -> Any:
+        stages.reach(stage)
+        return call(*args, **options)
+
+    return stopping
+
+
+def _in_two_halves(stages: Stages, copy: Callable[..., None]) -> Callable[..., None]:
+    """Only the optimizer's write of the weights calls this function."""
+
+    def copying(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        middle = len(targets) // 2
+        copy(targets[:middle], sources[:middle])
+        stages.reach(HALF_WRITTEN)
+        copy(targets[middle:], sources[middle:])
+
+    return copying
+
+
+def _noting(look: Callable[..., Any]) -> Callable[..., Any]:
+    def looking(source: Any, position: Any) -> Any:
+        taken = look(source, position)
+        if not isinstance(taken, TakenBatch):
+            return taken
+        groups = taken.batch.groups
+        entry = {
+            "step": position.step + 1,
+            "epoch": position.epoch,
+            "batch": taken.batch_id,
+            "groups": [digest(usable.group).hex() for usable in groups],
+            "versions": [
+                v for usable in groups for pair in usable.facts.policy_version for v in pair
+            ],
+        }
+        with (source.settings.save_path / JOURNAL).open("a") as journal:
+            journal.write(f"{json.dumps(entry)}\n")
+        return taken
+
+    return looking
+
+
+if __name__ == "__main__":
+    hold_at(Stages(Path(os.environ[VARIABLE])))
+    BatchSource.look = _noting(BatchSource.look)  # type: ignore[method-assign]
+    grpo.main()
