@@ -14,7 +14,8 @@ import redis
 from structlog.testing import capture_logs
 
 from grpo_core.process import ManagedProcess
-from grpo_core.redis import options, server
+from grpo_core.redis import connection as connections
+from grpo_core.redis import server
 from grpo_core.redis.connection import RedisConnection
 from grpo_core.redis.server import (
     LocalRedis,
@@ -141,8 +142,8 @@ def test_another_user_who_takes_the_port_first_does_not_get_the_password(
     if os.getuid():
         pytest.skip("not root, who alone can start a process of another user")
     port = free_port()
-    monkeypatch.setattr(options, "LOCAL_REDIS", f"redis://127.0.0.1:{port}/0")
-    monkeypatch.setattr(options, "local_redis_directory", lambda: directory)
+    monkeypatch.setattr(connections, "LOCAL_REDIS", f"redis://127.0.0.1:{port}/0")
+    monkeypatch.setattr(connections, "local_redis_directory", lambda: directory)
     url, password = f"redis://127.0.0.1:{port}", redis_password(directory)
     with LocalRedis(directory, port), RedisConnection(url, DEADLINE_S, 0.0) as connection:
         assert connection.call("PING")

@@ -9,20 +9,28 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import ReadOnlyError, RedisError
 from redis.retry import Retry
 
 from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.redis.options import client_options
-from grpo_core.redis.url import without_password
+from grpo_core.listening import is_own_listener
+from grpo_core.redis.url import (
+    LOCAL_REDIS,
+    known_password,
+    local_redis_directory,
+    without_password,
+)
+from grpo_core.sockets import redis_options
 
 log = structlog.get_logger()
 
@@ -146,3 +154,27 @@ def _options(url: str, attempt_s: float) -> dict[str, Any]:
         "decode_responses": True,
         "encoding_errors": "replace",  # bytes that are not UTF-8 must not raise here
     }
+
+
+def client_options(url: str) -> dict[str, Any]:
+    """Arguments of redis-py for the clients of all services."""
+    parts, local = urlsplit(url), urlsplit(LOCAL_REDIS)
+    options = redis_options(url)
+    if parts.scheme == "redis" and parts.netloc in (local.netloc, local.hostname):
+        options["credential_provider"] = _OwnPassword()
+    return options
+
+
+class _OwnPassword(CredentialProvider):
+    """The password of the local Redis, for each new connection to it. Whoever else listens on its
+    port does not get the password."""
+
+    def get_credentials(self) -> tuple[str, str] | tuple[()]:  # type: ignore[override]
+        port = urlsplit(LOCAL_REDIS).port
+        assert port is not None
+        password = known_password(local_redis_directory()) if is_own_listener(port) else None
+        # Because of the user's name, a Redis that has no password accepts it.
+        return () if password is None else ("default", password)
+
+    async def get_credentials_async(self) -> tuple[str, str] | tuple[()]:  # type: ignore[override]
+        return self.get_credentials()

@@ -55,7 +55,7 @@ def _make(path: Path) -> None:
 
 LOCAL_REDIS = "redis://127.0.0.1:6379/0"
 """The default of every command. Clients add the password of a Redis that a command of this user
-starts (`grpo_core.redis.options`)."""
+starts (`grpo_core.redis.connection`)."""
 WITHOUT_REDIS = "none"
 _SCHEMES = ("redis", "rediss", "unix")
 

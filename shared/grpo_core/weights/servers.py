@@ -13,8 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from grpo_core.redis.keys import run_prefix
-from grpo_core.weights.records import VersionedRecord
 from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.weights.versions import VersionedRecord
 
 REPORT_EVERY_S = 1.0
 GONE_AFTER_S = 10.0

@@ -23,8 +23,8 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_core.errors import GrpoError, ProtocolViolation, problems_of
-from grpo_core.weights.records import VersionedRecord
 from grpo_core.weights.ref import WeightKind
+from grpo_core.wire.fields import Step
 from grpo_core.wire.policy_version import PolicyVersion
 
 CHUNK_BYTES = 8 << 20
@@ -136,6 +136,37 @@ class Manifest(BaseModel):
 
 def _bytes_of(files: Mapping[str, FileParts]) -> int:
     return sum(parts.bytes for parts in files.values())
+
+
+class VersionedRecord(BaseModel):
+    """A Redis hash or stream entry with text values. Unknown fields are ignored, so that a newer
+    process may write more of them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    epoch: Step
+    step: Step
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.epoch, self.step)
+
+    def on_the_wire(self) -> dict[str, str]:
+        plain = self.model_dump(mode="json", exclude_none=True)
+        return {
+            name: str(int(value) if isinstance(value, bool) else value)
+            for name, value in plain.items()
+        }
+
+    @classmethod
+    def from_wire(cls, fields: dict[str, str]) -> Self:
+        """Raises `ProtocolViolation` with the invalid fields."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise ProtocolViolation(
+                f"the record {cls.__name__} in Redis has invalid fields: {problems_of(error)}"
+            ) from None
 
 
 class Announcement(VersionedRecord):

@@ -35,8 +35,8 @@ from grpo_api.lifetime import Lifetime
 from grpo_api.store.keys import RUN_KEYS
 from grpo_api.store.losses import ConfirmedGroups
 from grpo_core.alerts import REDIS_DISK_SHARE
+from grpo_core.redis.connection import client_options
 from grpo_core.redis.keys import run_prefix, served_weights_key
-from grpo_core.redis.options import client_options
 from grpo_core.redis.server import APPENDFSYNC
 from grpo_core.redis.url import without_password
 
