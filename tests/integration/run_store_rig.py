@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import AsyncMock
 
-from grpo_api.dispatcher import BatchDispatcher
+from grpo_api.batches import next_batch
 from grpo_api.errors import StoreUnavailable
 from grpo_api.intake import Intake
-from grpo_api.lifetime import Lifetime
 from grpo_api.planning.run_view import QueueLimits
 from grpo_api.store.leases import Lease, Poll
 from grpo_api.store.payloads import pack, unpack
@@ -69,15 +68,12 @@ class Run:
 
     def __init__(self, link: TroubledLink, limits: QueueLimits, full_s: float, leased: int) -> None:
         self.link = link
-        self.lifetime = Lifetime()
+        self.closing = asyncio.Event()
         self.trainer_id = 0
-        self.store, replica = (RunStore(link, TIMEOUT_S, leased) for _ in range(2))
-        self.dispatcher, self.replica = (
-            BatchDispatcher(store, self.lifetime) for store in (self.store, replica)
-        )
+        self.store, self.replica = (RunStore(link, TIMEOUT_S, leased) for _ in range(2))
         self.intake, self.intake_of_replica = (
-            Intake(store, limits, self.lifetime, full_s=full_s, held_bytes=HELD_BYTES)
-            for store in (self.store, replica)
+            Intake(store, limits, self.closing, full_s=full_s, held_bytes=HELD_BYTES)
+            for store in (self.store, self.replica)
         )
 
     async def register(self, **changes: Any) -> None:
@@ -123,15 +119,15 @@ class Run:
     async def answer(self, *, replica: bool = False) -> AsyncIterator[Lease | None]:
         """The answer to a plain poll, which is being sent during the block."""
         async with self.store.leases.claim() as claim:
-            dispatcher = self.replica if replica else self.dispatcher
-            yield await dispatcher.next_batch(Poll(claim=claim), wait_s=0.0)
+            store = self.replica if replica else self.store
+            yield await next_batch(store, self.closing, Poll(claim=claim), wait_s=0.0)
 
     async def lease(
         self, after: int, *, replica: bool = False, wait_s: float = 0
     ) -> list[int] | None:
         """The groups of the batch after `after`, leased by the current trainer."""
-        dispatcher = self.replica if replica else self.dispatcher
-        return await self.markers(await dispatcher.next_batch(Poll(self.trainer_id, after), wait_s))
+        store, poll = self.replica if replica else self.store, Poll(self.trainer_id, after)
+        return await self.markers(await next_batch(store, self.closing, poll, wait_s))
 
     async def acknowledge(self, batch_id: int) -> tuple[int, int]:
         """The last acknowledged batch, and the number of deleted batches."""

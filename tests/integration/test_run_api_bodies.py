@@ -22,8 +22,8 @@ import httpx
 import psutil
 import pytest
 
+from grpo_api.batches import group_pieces
 from grpo_api.decode import RawBody, SubmissionDecoder, decode_group
-from grpo_api.dispatcher import group_pieces
 from grpo_api.errors import StoreUnavailable
 from grpo_api.store.payloads import compress, stored
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api

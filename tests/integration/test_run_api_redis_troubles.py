@@ -20,7 +20,6 @@ from structlog.testing import capture_logs
 
 from grpo_api.app import create_app
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
-from grpo_api.lifetime import Lifetime
 from grpo_api.store.redis import RedisLink, check_redis, layout_prefix, watch_disk
 from grpo_api.store.run import RunStore
 from grpo_core.redis.server import LocalRedis
@@ -176,7 +175,7 @@ async def impatient(server: OwnRedis) -> AsyncIterator[httpx.AsyncClient]:
     settings = RunApiSettings(redis_url=server.url, run_id=RUN_ID, redis_deadline_s=SHORT_S)
     link = RedisLink(server.url, RUN_ID, SHORT_S)
     store = RunStore(link, settings.environment_timeout_s, settings.leased_bytes_limit)
-    transport = httpx.ASGITransport(create_app(store, settings, Lifetime()))
+    transport = httpx.ASGITransport(create_app(store, settings, asyncio.Event()))
     async with httpx.AsyncClient(transport=transport, base_url="http://run-api") as replica:
         yield replica
     await store.close()
@@ -281,7 +280,7 @@ async def test_the_log_names_how_often_redis_writes_or_warns_that_it_forgets(
     async def report() -> Any:
         link = RedisLink(server.url, "start", DEADLINE_S)
         with capture_logs() as logs:
-            await check_redis(link, Lifetime())
+            await check_redis(link)
         await link.close()
         (line,) = logs
         return line
@@ -335,11 +334,11 @@ def test_a_redis_that_does_not_suit_ends_run_api_with_the_reason(
 
 
 async def test_a_warning_comes_before_the_disk_is_full(server: OwnRedis) -> None:
-    link, lifetime = RedisLink(server.url, "disk", DEADLINE_S), Lifetime()
+    link = RedisLink(server.url, "disk", DEADLINE_S)
     server.admin.set("held", "x" * 100_000)
     with capture_logs() as logs:
         for disk_bytes in (10_000_000_000, 100_000):
-            watching = asyncio.create_task(watch_disk(link, lifetime, disk_bytes, poll_s=0.01))
+            watching = asyncio.create_task(watch_disk(link, disk_bytes, poll_s=0.01))
             if disk_bytes == 100_000:
                 while not logs:
                     await asyncio.sleep(0.01)

@@ -218,7 +218,7 @@ async def test_a_long_poll_ends_when_the_server_stops_or_its_time_is_over(run: R
     assert await run.lease(after=0, wait_s=0.1) is None
 
     async def the_server_stops() -> None:
-        run.lifetime.closing.set()
+        run.closing.set()
 
     async def it_waits() -> None:  # before the second check of the queue
         run.link.before["GET"] = the_server_stops

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from grpo_api.batches import next_batch
 from grpo_api.store.leases import Lease, Poll
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.wire.policy_version import PolicyVersion
@@ -24,7 +25,7 @@ async def serve(record: RedisServedStore, version: PolicyVersion) -> None:
 
 
 async def leased(run: Run, after: int) -> Lease:
-    lease = await run.dispatcher.next_batch(Poll(run.trainer_id, after), 0.0)
+    lease = await next_batch(run.store, run.closing, Poll(run.trainer_id, after), 0.0)
     assert lease is not None
     return lease
 

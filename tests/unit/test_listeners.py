@@ -4,6 +4,7 @@ attacker's DNS server could resolve to it. docs/explanation/security.md has the 
 from __future__ import annotations
 
 import ast
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ import pytest
 from starlette.types import ASGIApp
 
 from grpo_api.app import create_app
-from grpo_api.lifetime import Lifetime
 from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.server import load_server_settings
 from grpo_env.bridges.endpoint import ChatEndpoint
@@ -65,7 +65,7 @@ def server(*words: str) -> Any:
 
 
 APPS: dict[str, Callable[[], ASGIApp]] = {
-    "run-api": lambda: create_app(Mock(), RunApiSettings(), Lifetime()),
+    "run-api": lambda: create_app(Mock(), RunApiSettings(), asyncio.Event()),
     "health port": lambda: health_app(lambda: SimpleNamespace(), lambda: True, server()),
     "live page": lambda: watch_app([]),
 }

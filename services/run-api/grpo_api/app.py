@@ -13,10 +13,8 @@ import uvloop
 from fastapi import FastAPI
 
 from grpo_api.decode import SubmissionDecoder
-from grpo_api.dispatcher import BatchDispatcher
 from grpo_api.errors import answer_errors
 from grpo_api.intake import Intake
-from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
 from grpo_api.middleware import CompressionMiddleware, RequestMiddleware
 from grpo_api.planning.run_view import QueueLimits
@@ -39,10 +37,10 @@ _BODIES_AT_ONCE = 8
 """All requests together, waiting or not, may hold this many bodies of the largest size."""
 
 
-def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) -> FastAPI:
+def create_app(store: RunStore, settings: RunApiSettings, closing: asyncio.Event) -> FastAPI:
     """Build the application on `store`, which it closes when it shuts down.
 
-    The caller sets `lifetime.closing` when the process receives a stop signal.
+    The caller sets `closing` when the process receives a stop signal.
     """
 
     @asynccontextmanager
@@ -68,15 +66,14 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     largest_body = max(settings.max_body_bytes, MAX_RECORD_BYTES)
     services = AppServices(
         store=store,
-        lifetime=lifetime,
+        closing=closing,
         metrics=Metrics(settings.redis_disk_bytes),
-        dispatcher=BatchDispatcher(store, lifetime),
         bodies=BodyReader(settings.body_deadline_s, _BODIES_AT_ONCE * largest_body),
         decoder=SubmissionDecoder(settings.max_body_bytes),
         intake=Intake(
             store,
             limits,
-            lifetime,
+            closing,
             full_s=settings.full_queue_wait_s,
             held_bytes=_HELD_BODIES * settings.max_body_bytes,
         ),
@@ -92,7 +89,7 @@ def create_app(store: RunStore, settings: RunApiSettings, lifetime: Lifetime) ->
     app.add_middleware(SameSiteOnly, hosts=listed(settings.allowed_hosts))
     app.add_middleware(
         RequestMiddleware,
-        lifetime=lifetime,
+        closing=closing,
         metrics=services.metrics,
         routes=app.routes,
     )
@@ -130,20 +127,20 @@ def serve(settings: RunApiSettings) -> None:
 
 
 async def _serve(settings: RunApiSettings) -> None:
-    lifetime = Lifetime()
+    closing = asyncio.Event()
     link = RedisLink(
         settings.redis_url.get_secret_value(), settings.run_id, settings.redis_deadline_s
     )
     store = RunStore(link, settings.environment_timeout_s, settings.leased_bytes_limit)
     server = HttpServer(
-        create_app(store, settings, lifetime),
-        lifetime,
+        create_app(store, settings, closing),
+        closing,
         settings.host,
         settings.port,
         settings.stop_grace_s,
     )
-    checking = asyncio.create_task(_check_redis(link, lifetime, server))
-    watching = asyncio.create_task(watch_disk(link, lifetime, settings.redis_disk_bytes))
+    checking = asyncio.create_task(_check_redis(link, server))
+    watching = asyncio.create_task(watch_disk(link, settings.redis_disk_bytes))
     await server.serve()
     watching.cancel()
     if checking.done():
@@ -151,9 +148,9 @@ async def _serve(settings: RunApiSettings) -> None:
     checking.cancel()
 
 
-async def _check_redis(link: RedisLink, lifetime: Lifetime, server: HttpServer) -> None:
+async def _check_redis(link: RedisLink, server: HttpServer) -> None:
     try:
-        await check_redis(link, lifetime)
+        await check_redis(link)
     except Exception:
         server.stop()
         raise

@@ -23,9 +23,9 @@ from pydantic import Field, TypeAdapter
 
 from grpo_api.errors import Refused, StoreUnavailable, too_large, validated
 from grpo_api.group_scan import scan_group
-from grpo_api.lifetime import in_turn
 from grpo_api.store.payloads import PackedGroup, compress, pack, stored
 from grpo_api.store.queue import Submission
+from grpo_api.waiting import in_turn
 from grpo_core.wire.scored_group import ScoredGroup
 
 INLINE_BYTES = 1024 * 1024

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from grpo_api.errors import QueueFull, ShuttingDown
-from grpo_api.lifetime import Lifetime, is_set_within
 from grpo_api.planning.run_view import QueueLimits, RunView
 from grpo_api.store.queue import Outcomes, Submission
 from grpo_api.store.run import RunStore
+from grpo_api.waiting import is_set_within
 
 MAX_WAITING = 256
 """Limit on requests in line, because each one polls."""
@@ -39,14 +39,14 @@ class Intake:
         self,
         store: RunStore,
         limits: QueueLimits,
-        lifetime: Lifetime,
+        closing: asyncio.Event,
         *,
         full_s: float,
         held_bytes: int,
     ) -> None:
         self._store = store
         self._limits = limits
-        self._lifetime = lifetime
+        self._closing = closing
         self._full_s = full_s
         self._view: RunView | None = None
         self._viewed_at = 0.0
@@ -128,7 +128,7 @@ class Intake:
         is_first = self._line[0] is called
         await is_set_within(_FIRST_POLL_S if is_first else _OTHERS_POLL_S, called)
         called.clear()
-        if self._lifetime.closing.is_set():
+        if self._closing.is_set():
             raise ShuttingDown
 
     async def _queue_over_limit(self, submission: Submission) -> Outcomes:

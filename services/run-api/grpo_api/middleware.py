@@ -22,8 +22,8 @@ from grpo_api.errors import (
     ShuttingDown,
     answer_to,
 )
-from grpo_api.lifetime import Lifetime, was_held
 from grpo_api.metrics import Metrics
+from grpo_api.waiting import was_held
 from grpo_core.security import listed
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -46,10 +46,10 @@ class RequestMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, lifetime: Lifetime, metrics: Metrics, routes: Iterable[BaseRoute]
+        self, app: ASGIApp, closing: asyncio.Event, metrics: Metrics, routes: Iterable[BaseRoute]
     ) -> None:
         self._app = app
-        self._closing = lifetime.closing
+        self._closing = closing
         self._metrics = metrics
         self._routes = routes
 

@@ -16,7 +16,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from grpo_api.lifetime import Lifetime
 from grpo_core.http_connections import LimitedProtocol
 from grpo_core.listening import listen
 from grpo_core.protocol import PROTOCOL_HEADER
@@ -34,14 +33,14 @@ _log = structlog.get_logger()
 class HttpServer(uvicorn.Server):
     """A server that stops gracefully: it answers requests in flight for up to `stop_grace_s`.
 
-    At a stop signal it sets `lifetime.closing` at once and accepts no new connections. uvicorn's
+    At a stop signal it sets `closing` at once and accepts no new connections. uvicorn's
     own signal handling offers no event for waiting requests, and does not exit with status 0.
     """
 
     def __init__(
-        self, app: ASGIApp, lifetime: Lifetime, host: str, port: int, stop_grace_s: int
+        self, app: ASGIApp, closing: asyncio.Event, host: str, port: int, stop_grace_s: int
     ) -> None:
-        self._lifetime = lifetime
+        self._closing = closing
         super().__init__(
             uvicorn.Config(
                 app,
@@ -79,7 +78,7 @@ class HttpServer(uvicorn.Server):
 
     def stop(self) -> None:
         """End `serve` once the requests in flight are answered."""
-        self._lifetime.closing.set()
+        self._closing.set()
         self.should_exit = True
 
     def _stop(self, number: signal.Signals) -> None:

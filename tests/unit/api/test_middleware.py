@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
 from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
 from grpo_api.middleware import RequestMiddleware
 from grpo_core.security import BearerTokenGuard, SameSiteOnly
@@ -45,7 +45,7 @@ def values(answer: Message, name: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("given", [b"x" * 129, b"a\x1bb"])
 async def test_a_request_id_that_a_log_cannot_hold_is_replaced(given: bytes) -> None:
-    app = RequestMiddleware(answering(200), Lifetime(), Metrics(), [])
+    app = RequestMiddleware(answering(200), asyncio.Event(), Metrics(), [])
     (chosen,) = values(await exchange(app, (b"x-request-id", given)), b"x-request-id")
     assert len(chosen) == 32
 

@@ -57,7 +57,7 @@ async def healthz() -> Healthy:
 @router.get("/readyz", responses=refusals(503))
 async def readyz(services: Services) -> Healthy:
     """Answers with status 200 if Redis answers and run-api is not stopping, else 503."""
-    if services.lifetime.closing.is_set():
+    if services.closing.is_set():
         raise ShuttingDown
     await services.store.ping()
     return {"status": "ok"}

@@ -19,10 +19,8 @@ from pydantic import (
 )
 
 from grpo_api.decode import INLINE_BYTES, RawBody, SubmissionDecoder, inflate
-from grpo_api.dispatcher import BatchDispatcher
 from grpo_api.errors import BodyTooSlow, Refused, Unavailable, too_large, validated
 from grpo_api.intake import Intake
-from grpo_api.lifetime import Lifetime
 from grpo_api.metrics import Metrics
 from grpo_api.planning.run_view import QueueLimits
 from grpo_api.store.run import RunStore
@@ -121,9 +119,8 @@ class AppServices:
     """The parts of the application that handlers use."""
 
     store: RunStore
-    lifetime: Lifetime
+    closing: asyncio.Event
     metrics: Metrics
-    dispatcher: BatchDispatcher
     bodies: BodyReader
     decoder: SubmissionDecoder
     intake: Intake

@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
 
+from grpo_api.batches import group_pieces
 from grpo_api.decode import Decode, decode_group, decode_groups
-from grpo_api.dispatcher import group_pieces
 from grpo_api.errors import GroupRefused, Refused
 from grpo_api.routes.openapi import ServedGroup, json_body, refusals
 from grpo_api.routes.requests import (

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from grpo_api.batches import batch_json, next_batch
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
 from grpo_api.routes.openapi import ServedGroup, json_body, linked, refusals
 from grpo_api.routes.requests import RegistrationBody, Services
@@ -188,14 +189,14 @@ async def batch(
         if trainer is None:
             claim = await until_answered.enter_async_context(services.store.leases.claim())
             poll = Poll(claim=claim)
-        lease = await services.dispatcher.next_batch(poll, wait_s)
+        lease = await next_batch(services.store, services.closing, poll, wait_s)
     except TrainerNotRegistered as error:
         return {"status": "error", "message": str(error), "batch": []}
     if lease is None and trainer is not None:
         return NoLease(batch=None, environments=await services.store.environments())
     if lease is None:
         return {"batch": None}
-    pieces = await services.dispatcher.answer(lease)
+    pieces = await batch_json(services.store, lease)
     return StreamingResponse(pieces, media_type="application/json")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import structlog
 
 from grpo_api.errors import GroupRefused, Refused, StoreUnavailable
-from grpo_api.lifetime import in_turn
 from grpo_api.planning.placement import Groups, Placement, StoredGroup, place
 from grpo_api.planning.run_view import QueueLimits
 from grpo_api.store.keys import (
@@ -25,6 +24,7 @@ from grpo_api.store.keys import (
 )
 from grpo_api.store.payloads import PackedGroup, PayloadStore
 from grpo_api.store.redis import RedisLink
+from grpo_api.waiting import in_turn
 from grpo_core.wire.policy_version import PolicyVersion
 
 _MAX_PLACEMENTS = 32

@@ -31,7 +31,6 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
-from grpo_api.lifetime import Lifetime
 from grpo_api.store.keys import RUN_KEYS
 from grpo_api.store.losses import ConfirmedGroups
 from grpo_core.alerts import REDIS_DISK_SHARE
@@ -258,7 +257,7 @@ def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
     }
 
 
-async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
+async def check_redis(link: RedisLink) -> None:
     """Log whether Redis answers, and whether it saves the run to disk, as far as it tells.
 
     Raises:
@@ -273,7 +272,7 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
             reason=str(error),
             hint="requests wait for Redis; start Redis, or check --redis-url",
         )
-    memory: dict[str, Any] = await _told(link, lifetime, "INFO", "memory") or {}
+    memory: dict[str, Any] = await _told(link, "INFO", "memory") or {}
     policy = memory.get("maxmemory_policy", _NO_EVICTION)
     if policy != _NO_EVICTION:
         raise UnsuitableRedis(
@@ -282,11 +281,11 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
             f"maxmemory-policy {_NO_EVICTION} (redis-cli CONFIG SET maxmemory-policy "
             f"{_NO_EVICTION}, or the parameter of that name of a managed service)"
         )
-    await _require_own_layout(link, lifetime)
-    persistence: dict[str, Any] = await _told(link, lifetime, "INFO", "persistence") or {}
+    await _require_own_layout(link)
+    persistence: dict[str, Any] = await _told(link, "INFO", "persistence") or {}
     match persistence.get("aof_enabled"):
         case 1:
-            flat: list[bytes] = await _told(link, lifetime, "CONFIG", "GET", "appendfsync") or []
+            flat: list[bytes] = await _told(link, "CONFIG", "GET", "appendfsync") or []
             appendfsync = flat[1].decode() if flat else "unknown: Redis rejects CONFIG"
             if not flat or appendfsync == APPENDFSYNC:
                 _log.info("redis.persistent", appendfsync=appendfsync)
@@ -304,10 +303,10 @@ async def check_redis(link: RedisLink, lifetime: Lifetime) -> None:
             )
 
 
-async def _require_own_layout(link: RedisLink, lifetime: Lifetime) -> None:
+async def _require_own_layout(link: RedisLink) -> None:
     for layout in range(1, _LAYOUT + _LATER_LAYOUTS):
         key = layout_prefix(link.run_id, layout) + "trainer"
-        if layout != _LAYOUT and await _told(link, lifetime, "EXISTS", key):
+        if layout != _LAYOUT and await _told(link, "EXISTS", key):
             raise UnsuitableRedis(
                 f"Redis at {link.where} has run {link.run_id} in layout {layout}, which another "
                 f"release of run-api wrote; this one has layout {_LAYOUT}. Continue the run with "
@@ -316,17 +315,16 @@ async def _require_own_layout(link: RedisLink, lifetime: Lifetime) -> None:
             )
 
 
-async def _told(link: RedisLink, lifetime: Lifetime, *command: str) -> Any:
+async def _told(link: RedisLink, *command: str) -> Any:
     """The answer, however late Redis starts; None if Redis rejects the command, as managed services
-    do, or if the server stops first."""
-    while not lifetime.closing.is_set():
+    do."""
+    while True:
         try:
             return await link.call(*command)
         except ResponseError:
-            break
+            return None
         except StoreUnavailable:
-            await lifetime.closes_within(_PERSISTENCE_RETRY_S)
-    return None
+            await asyncio.sleep(_PERSISTENCE_RETRY_S)
 
 
 async def append_only_file_bytes(link: RedisLink) -> int | None:
@@ -338,10 +336,8 @@ async def append_only_file_bytes(link: RedisLink) -> int | None:
     return None if size is None else int(size)
 
 
-async def watch_disk(
-    link: RedisLink, lifetime: Lifetime, disk_bytes: int | None, poll_s: float = POLL_S
-) -> None:
-    """Log a warning each time that the append-only file gets too large, until the server stops.
+async def watch_disk(link: RedisLink, disk_bytes: int | None, poll_s: float = POLL_S) -> None:
+    """Log a warning each time that the append-only file gets too large, until cancelled.
 
     Args:
         disk_bytes: that Redis' files may take; None: unknown, nothing is watched
@@ -349,7 +345,7 @@ async def watch_disk(
     if disk_bytes is None:
         return
     was_large = False
-    while not lifetime.closing.is_set():
+    while True:
         try:
             held = await append_only_file_bytes(link)
         except StoreUnavailable:
@@ -364,4 +360,4 @@ async def watch_disk(
                 "--max-queued-bytes and --max-leased-bytes",
             )
         was_large = is_large
-        await lifetime.closes_within(poll_s)
+        await asyncio.sleep(poll_s)

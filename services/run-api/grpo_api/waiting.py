@@ -1,4 +1,4 @@
-"""How long requests wait: until the server stops, or for their turn."""
+"""How long requests wait: for an event, or for their turn."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from grpo_api.errors import StoreUnavailable
 
 was_held: ContextVar[bool] = ContextVar("was_held", default=False)
 """Whether this task's request waits on purpose, so that it is not logged as slow."""
-
-
-class Lifetime:
-    """One per application. `closing` is set when the process receives a stop signal."""
-
-    def __init__(self) -> None:
-        self.closing = asyncio.Event()
-
-    async def closes_within(self, seconds: float) -> bool:
-        """Wait; return True early if the server starts to shut down."""
-        return await is_set_within(seconds, self.closing)
 
 
 async def is_set_within(seconds: float, event: asyncio.Event) -> bool:
