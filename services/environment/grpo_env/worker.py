@@ -30,7 +30,7 @@ from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.groups import SamplingPlan
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.settings import EnvServerSettings
-from grpo_env.tasks.curriculum_files import files_of
+from grpo_env.tasks.curriculum_files import CurriculumFiles
 
 log = structlog.get_logger()
 
@@ -121,7 +121,8 @@ class Worker:
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
         stream = tasks.training_stream(settings.seed, settings.curriculum)
         self._stream = stream
-        self._curriculum = files_of(settings.curriculum_dir, stream)
+        self._curriculum = CurriculumFiles(settings.curriculum_dir, stream)
+        self._curriculum.restore()
         self._producer = GroupProducer(settings, stream, engine, api)
         self._step, self._steps = 0, 1  # training steps that are done, and of the run
         self._warned_of = 1  # dropped groups
@@ -160,7 +161,7 @@ class Worker:
             finally:
                 await self._leave()
                 self._pool.log_requests()
-                self._save_curriculum()
+                self._curriculum.save(self._step)
 
     async def _feed_trainer(self, membership: Membership) -> None:
         while True:
@@ -194,20 +195,12 @@ class Worker:
                 # A restarted trainer may use another batch size.
                 await self._retry(self._ask_trainer_info)
 
-    def _pools(self) -> dict[str, Any]:
-        """Number of items in each pool of the curriculum, of all tasks together."""
-        pools = [Counter(of_task) for of_task in self._stream.pools().values()]
-        return {"pools": dict(sum(pools, Counter()))} if pools else {}
-
-    def _save_curriculum(self) -> None:
-        if self._curriculum is not None:
-            self._curriculum.save(self._step)
-
     async def _tell_counts(self, step: int, fields: dict[str, Any]) -> None:
         """Log what was counted, and a warning each time that twice as many groups were dropped."""
         counts, untrained = self._producer.counts, self._producer.untrained
-        fields = fields | self._pools()
-        self._save_curriculum()
+        if pools := [Counter(of_task) for of_task in self._stream.pools().values()]:
+            fields = {**fields, "pools": dict(sum(pools, Counter()))}
+        self._curriculum.save(self._step)
         await untrained.save_dropped()
         self._log_to_wandb(step, fields)
         now = {"groups_in_progress": len(self._in_flight), **self._evaluation.report_fields}

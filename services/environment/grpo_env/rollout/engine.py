@@ -170,7 +170,15 @@ class RolloutEngine:
     async def _self_driven(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
         """Let the task conduct the rollouts, and rate them unless its reward does."""
         dialogues = [self._dialogue(item, plan) for _ in range(plan.group_size)]
-        values = await self._driven(item, dialogues)
+        task, row = item.task, item.row
+        values: list[Any]
+        with self._quarantine(item):
+            if task.rates_groups:
+                values = [*await task.run_group(row, dialogues)]
+                if len(values) != len(dialogues):
+                    raise ValueError(f"{len(values)} rewards for {len(dialogues)} rollouts")
+            else:
+                values = await all_or_none(task.run(row, dialogue) for dialogue in dialogues)
         if not all(dialogue.sequences for dialogue in dialogues):
             raise GroupLost(FailureReason.FAILED_ROLLOUT, "the policy was asked for no answer")
         answers = [dialogue.last_answer for dialogue in dialogues]
@@ -180,16 +188,6 @@ class RolloutEngine:
             self._grader.grade(item, value, answer)
             for value, answer in zip(values, answers, strict=True)
         ]
-
-    async def _driven(self, item: Item, dialogues: Sequence[RecordedDialogue]) -> list[Any]:
-        task, row = item.task, item.row
-        with self._quarantine(item):
-            if not task.rates_groups:
-                return await all_or_none(task.run(row, dialogue) for dialogue in dialogues)
-            values = [*await task.run_group(row, dialogues)]
-            if len(values) != len(dialogues):
-                raise ValueError(f"{len(values)} rewards for {len(dialogues)} rollouts")
-            return values
 
     def _tools_of(self, task: Task) -> list[dict[str, Any]]:
         if id(task) not in self._schemas:

@@ -229,38 +229,35 @@ class GroupProducer:
             draw = self._items.draw()
             sampled = await self._engine.roll_out(draw.item, plan)
         except ServiceUnavailable as error:
-            budget, reason = self._inference, FailureReason.UNAVAILABLE
+            budget, why = self._inference, FailureReason.UNAVAILABLE
             if isinstance(error, TeacherUnavailable):
-                budget, reason = self._teacher, FailureReason.TEACHER_UNAVAILABLE
+                budget, why = self._teacher, FailureReason.TEACHER_UNAVAILABLE
             budget.failed(error)
             self._items.put_back(draw)
-            self._lose(SampledGroup(lost=GroupLost(reason, str(error))))
+            self._lose(why, error)
             return
         self._inference.succeeded()
         self._note_grades(draw.item, sampled, step)
+        self._record(sampled)
         lost = sampled.lost
-        if lost is None:
-            assert sampled.group is not None
+        reason = None if lost is None else lost.reason
+        if reason is FailureReason.ABORTED:
+            self._items.put_back(draw)
+        elif reason is not None:
+            self._items.used(draw)
+        if reason is FailureReason.EQUAL_SCORES and run_uuid == self._run_uuid:
+            self.untrained.drop(step + 1, sampled)
+        if reason is FailureReason.REFUSED:
+            self._generation_refusals.refused(str(lost))
+        else:
             self._generation_refusals.accepted()
+        if reason is FailureReason.TEACHER_REFUSED:
+            self._teacher.succeeded()
+            self._teacher_refusals.refused(str(lost))
+        if sampled.group is not None and lost is None:
             self._teacher.succeeded()
             self._teacher_refusals.accepted()
-            self.counts.record(sampled)
             await self._send(sampled.group, env_id, run_uuid, draw)
-            return
-        if lost.reason is FailureReason.ABORTED:
-            self._items.put_back(draw)
-        else:
-            self._items.used(draw)
-        self._lose(sampled)
-        if lost.reason is FailureReason.EQUAL_SCORES and run_uuid == self._run_uuid:
-            self.untrained.drop(step + 1, sampled)
-        if lost.reason is FailureReason.REFUSED:
-            self._generation_refusals.refused(lost.detail)
-        else:
-            self._generation_refusals.accepted()
-        if lost.reason is FailureReason.TEACHER_REFUSED:
-            self._teacher.succeeded()
-            self._teacher_refusals.refused(lost.detail)
 
     def _note_grades(self, item: Item, sampled: SampledGroup, step: int) -> None:
         """Raises `RewardsFail`, `RolloutsFail`."""
@@ -285,7 +282,7 @@ class GroupProducer:
             await self._api.submit(group, run_uuid, self._items.positions(draw))
         except RequestRefused as error:
             self._rewards.add_totals(rewards)
-            self._lose(SampledGroup(lost=GroupLost(FailureReason.REFUSED, str(error))))
+            self._lose(FailureReason.REFUSED, error)
             # A conflict means that run-api was reset meanwhile. The next poll detects that.
             if error.status == _CONFLICT:
                 self._items.put_back(draw)
@@ -302,14 +299,17 @@ class GroupProducer:
             else:
                 self._items.used(draw)
                 self._submissions.failed(error)
-            self._lose(SampledGroup(lost=GroupLost(FailureReason.UNDELIVERED, str(error))))
+            self._lose(FailureReason.UNDELIVERED, error)
         else:
             self._items.used(draw)
             self._submissions.succeeded()
             self._submission_refusals.accepted()
             self.counts.groups_sent += 1
 
-    def _lose(self, sampled: SampledGroup) -> None:
+    def _lose(self, reason: FailureReason, error: Exception) -> None:
+        self._record(SampledGroup(lost=GroupLost(reason, str(error))))
+
+    def _record(self, sampled: SampledGroup) -> None:
         self.counts.record(sampled)
         # Equal scores are normal for a good policy, so only the regular report counts them.
         lost = sampled.lost

@@ -244,31 +244,29 @@ class WorkerProcesses:
             UserCodeFailed: the code raised an error, or ended its process.
             GrpoError: as the code raised it.
         """
+
+        def run(pool: ProcessPool) -> Awaitable[Any]:
+            given = (self._tasks, *arguments)
+            return asyncio.wrap_future(pool.schedule(function, given, timeout=self._deadline_s))
+
         pool = await self.started()
         try:
-            value = await self._run(pool, what, function, *arguments)
-        except RuntimeError as error:
-            # A process that ends between two calls breaks pebble's pool.
-            log.warning("reward_workers.restarted", reason=str(error))
-            await asyncio.to_thread(self._drop, pool)
-            value = await self._run(await self.started(), what, function, *arguments)
-        if isinstance(value, UserCodeFailed):
-            raise value
-        return value
-
-    async def _run(
-        self, pool: ProcessPool, what: str, function: Callable[..., Any], *arguments: Any
-    ) -> Any:
-        try:
-            return await asyncio.wrap_future(
-                pool.schedule(function, args=(self._tasks, *arguments), timeout=self._deadline_s)
-            )
+            try:
+                value = await run(pool)
+            except RuntimeError as error:
+                # A process that ends between two calls breaks pebble's pool.
+                log.warning("reward_workers.restarted", reason=str(error))
+                await asyncio.to_thread(self._drop, pool)
+                value = await run(await self.started())
         except DeadlinePassed as error:
             raise TooSlow.after(what, self._deadline_s) from error
         except ProcessExpired as error:
             raise UserCodeFailed(
                 "ProcessEnded", f"{what} ended its process with status {error.exitcode}"
             ) from error
+        if isinstance(value, UserCodeFailed):
+            raise value
+        return value
 
     def _started(self) -> ProcessPool:
         with self._starting:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
@@ -30,11 +29,10 @@ class CurriculumState(BaseModel):
 
 
 class CurriculumFiles:
-    """The directory of `--curriculum-dir`. Each environment needs its own."""
+    """The directory of `--curriculum-dir`. Each environment needs its own. None: keeps nothing."""
 
-    def __init__(self, directory: Path, stream: ItemStream) -> None:
+    def __init__(self, directory: Path | None, stream: ItemStream) -> None:
         self._directory = directory
-        self._state = directory / STATE_FILE
         self._stream = stream
         self._saved = ""
 
@@ -45,36 +43,48 @@ class CurriculumFiles:
         Raises:
             CurriculumUnusable: the file cannot be read.
         """
+        if self._directory is None:
+            return 0
+        path = self._directory / STATE_FILE
         try:
-            state = CurriculumState.model_validate_json(self._state.read_text())
+            state = CurriculumState.model_validate_json(path.read_text())
         except FileNotFoundError:
             return 0
         except (OSError, ValueError) as error:
             problem = problems_of(error) if isinstance(error, ValidationError) else error
             raise CurriculumUnusable(
-                f"--curriculum-dir: {self._state} cannot be read: {problem}; remove it to measure "
+                f"--curriculum-dir: {path} cannot be read: {problem}; remove it to measure "
                 "the solve rates anew"
             ) from error
         self._stream.restore(state.tasks)
         self._saved = self._content()
-        return sum(len(task.items) for task in state.tasks.values())
+        items = sum(len(task.items) for task in state.tasks.values())
+        if items:
+            log.info("curriculum.restored", directory=str(self._directory), items=items)
+        return items
 
     def save(self, step: int) -> None:
         """If anything was measured or drawn since the last time: replace the state, and add a line
         with the pools. Raises `CurriculumUnusable`."""
-        part, content = self._state.with_suffix(".part"), self._content()
-        if content == self._saved:
+        if self._directory is None or (content := self._content()) == self._saved:
             return
+        path = self._directory / STATE_FILE
+        part = path.with_suffix(".part")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with part.open("w") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(self._state)
+            part.replace(path)
             self._saved = content
             with (self._directory / POOLS_FILE).open("a") as lines:
-                lines.write(json.dumps({"step": step, **_curves(self._stream.pools())}) + "\n")
+                curves = {
+                    pool_curve(task, pool): count
+                    for task, counts in self._stream.pools().items()
+                    for pool, count in counts.items()
+                }
+                lines.write(json.dumps({"step": step, **curves}) + "\n")
         except OSError as error:
             raise CurriculumUnusable(
                 f"--curriculum-dir: cannot write {self._directory}: {error.strerror}; name a "
@@ -83,25 +93,3 @@ class CurriculumFiles:
 
     def _content(self) -> str:
         return CurriculumState(tasks=dict(self._stream.state())).model_dump_json()
-
-
-def files_of(directory: Path | None, stream: ItemStream) -> CurriculumFiles | None:
-    """The files of a stream with a curriculum, which goes on from them; None without a directory.
-
-    Raises:
-        CurriculumUnusable: the saved state cannot be read.
-    """
-    if directory is None:
-        return None
-    files = CurriculumFiles(directory, stream)
-    if items := files.restore():
-        log.info("curriculum.restored", directory=str(directory), items=items)
-    return files
-
-
-def _curves(pools: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    return {
-        pool_curve(task, pool): count
-        for task, counts in pools.items()
-        for pool, count in counts.items()
-    }
