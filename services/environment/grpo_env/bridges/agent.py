@@ -96,10 +96,8 @@ class AgentTask(Task):
         chat = Chat(dialogue, RolloutLimits(self._how.calls, self._how.tokens))
         async with self._places:
             ended = await self._conducted(row, chat)
-        chat.raise_failure()
-        if chat.is_cut_off and ended.is_own:
-            dialogue.cut_off()
-        elif ended.problem:
+        chat.finish()
+        if ended.problem and not (chat.is_cut_off and ended.is_own):
             raise RolloutFailed(ended.problem)
         if chat.last is None:
             raise RolloutFailed(f"the agent ended without a call; its output: {ended.output}")

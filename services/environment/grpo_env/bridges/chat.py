@@ -171,13 +171,15 @@ class Chat:
             answering.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)
 
-    def raise_failure(self) -> None:
+    def finish(self) -> None:
         """Raises `failed`; and `ContextFull` if the prompt alone was too long: the policy said
-        nothing."""
+        nothing. Else the dialogue learns whether it is cut off."""
         if self.failed is not None:
             raise self.failed
         if self._refused is not None and self.last is None:
             raise self._refused
+        if self.is_cut_off:
+            self._dialogue.cut_off()
 
     def _asked(
         self,

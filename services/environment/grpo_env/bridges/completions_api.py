@@ -6,18 +6,21 @@ https://platform.openai.com/docs/api-reference/chat
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, RequestUnusable, reading
+from grpo_env.bridges.chat import MODEL, Chat, RequestUnusable, reading
 
 READ = (
     *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop"),
     *("n", "stream", "stream_options"),
 )
 """Options of a request. All others change nothing: the policy is sampled as the run says."""
+REFUSED = ()
+"""Options that must not be set."""
+END = "data: [DONE]\n\n"
+"""Behind the events of a stream."""
 
 
 async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,13 +32,18 @@ async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     tools = () if body.get("tool_choice") == "none" else body.get("tools") or ()
     answer = await chat.complete(body.get("messages") or (), tools, body)
     choice = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason}
+    prompt, completion = answer.prompt_tokens, answer.completion_tokens
     return {
         "id": "chatcmpl-rollout",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
         "choices": [choice],
-        "usage": _usage(answer),
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        },
     }
 
 
@@ -44,21 +52,17 @@ def _has_usage(body: Mapping[str, Any]) -> bool:
     return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
-def events(completion: Mapping[str, Any], body: Mapping[str, Any]) -> bytes:
+def events(completion: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The completion as the events of a stream."""
     head = {name: completion[name] for name in ("id", "object", "created", "model")}
     head["object"] = "chat.completion.chunk"
     [choice] = completion["choices"]
-    chunks: list[dict[str, Any]] = [
-        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-        for delta in _deltas(choice["message"])
-    ]
+    for delta in _deltas(choice["message"]):
+        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
     end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    chunks.append({**head, "choices": [end]})
+    yield {**head, "choices": [end]}
     if _has_usage(body):
-        chunks.append({**head, "choices": [], "usage": completion["usage"]})
-    lines = (b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
-    return b"".join(lines) + b"data: [DONE]\n\n"
+        yield {**head, "choices": [], "usage": completion["usage"]}
 
 
 def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -71,12 +75,3 @@ def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"tool_calls": [{"index": index, **call, "function": begun}]}
         arguments = {"arguments": function["arguments"]}
         yield {"tool_calls": [{"index": index, "function": arguments}]}
-
-
-def _usage(answer: ChatAnswer) -> dict[str, int]:
-    prompt, completion = answer.prompt_tokens, answer.completion_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }

@@ -8,6 +8,7 @@ and `GET /v1/models`.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
@@ -92,8 +93,8 @@ class ChatEndpoint:
     async def __aenter__(self) -> ChatEndpoint:
         app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES)
         for path, api in _APIS.items():
-            app.router.add_post(f"/v1/{path}", self._through(partial(_reply, api), api.READ))
-        counted = self._through(_count, messages_api.READ)
+            app.router.add_post(f"/v1/{path}", self._through(partial(_reply, api), api))
+        counted = self._through(_count, messages_api)
         app.router.add_post("/v1/messages/count_tokens", counted)
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
@@ -115,7 +116,7 @@ class ChatEndpoint:
         await self._runner.cleanup()
 
     def _through(
-        self, answered: Answered, read: Collection[str]
+        self, answered: Answered, api: Any
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             chat = self._chat(request.headers)
@@ -129,7 +130,9 @@ class ChatEndpoint:
                 return _refusal(str(error.text), 413)
             except RequestUnusable as error:
                 return _refusal(str(error))
-            self._warn_of_ignored(body, read)
+            self._warn_of_ignored(body, api.READ)
+            if refused := [name for name in api.REFUSED if body.get(name)]:
+                return _refusal(f"{', '.join(refused)}: not supported for a rollout; omit it")
             return await _answer(answered, chat, body)
 
         return handle
@@ -197,9 +200,11 @@ async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> we
 
 async def _reply(api: Any, chat: Chat, body: Mapping[str, Any]) -> web.Response:
     found = await api.reply(chat, body)
-    if body.get("stream"):
-        return web.Response(body=api.events(found, body), content_type="text/event-stream")
-    return web.json_response(found)
+    if not body.get("stream"):
+        return web.json_response(found)
+    events = [(event.get("type"), json.dumps(event)) for event in api.events(found, body)]
+    lines = [(f"event: {kind}\n" if kind else "") + f"data: {data}\n\n" for kind, data in events]
+    return web.Response(body="".join([*lines, api.END]), content_type="text/event-stream")
 
 
 async def _count(chat: Chat, body: Mapping[str, Any]) -> web.Response:

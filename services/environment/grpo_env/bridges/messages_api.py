@@ -13,13 +13,14 @@ from uuid import uuid4
 
 from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, ChatMessage, RequestUnusable, reading
 
-_REFUSED = ("container", "mcp_servers")
+REFUSED = ("container", "mcp_servers")
 """Options that let the provider run something."""
 READ = (
     *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"),
-    *("stream", "thread", "metadata", *_REFUSED),
+    *("stream", "thread", "metadata", *REFUSED),
 )
 """As `completions_api.READ`."""
+END = ""
 _LEFT_OUT = ("thinking", "redacted_thinking")
 """Blocks that only a hosted model understands."""
 _NOT_AN_OBJECT = "INVALID_JSON"
@@ -49,8 +50,6 @@ def _read(
     chat: Chat, body: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[ChatMessage], Sequence[dict[str, Any]]]:
     """The whole request, its messages and its tools."""
-    if refused := [name for name in _REFUSED if body.get(name)]:
-        raise RequestUnusable(f"{', '.join(refused)}: not supported for a rollout; omit it")
     with reading():
         body = _continued(chat, body)
         messages = [message for given in body["messages"] for message in _messages(given)]
@@ -135,13 +134,8 @@ def _content(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call["id"], "name": name, "input": given}
 
 
-def events(message: Mapping[str, Any], _body: Mapping[str, Any]) -> bytes:
+def events(message: Mapping[str, Any], _body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The message as the events of a stream."""
-    lines = (f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in _events(message))
-    return "".join(lines).encode()
-
-
-def _events(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     usage = {**message["usage"], "output_tokens": 0}
     begun = {**message, "content": [], "stop_reason": None, "usage": usage}
     yield {"type": "message_start", "message": begun}

@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/responses
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,21 +21,20 @@ from grpo_env.bridges.chat import (
     require_functions,
 )
 
-_REFUSED = ("conversation", "prompt", "background")
+REFUSED = ("conversation", "prompt", "background")
 """Options that need something stored elsewhere, or a request that goes on without its client."""
 READ = (
     *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream"),
-    *("max_output_tokens", "metadata", *_REFUSED),
+    *("max_output_tokens", "metadata", *REFUSED),
 )
 """As `completions_api.READ`."""
+END = ""
 _LEFT_OUT = ("reasoning", "compaction")
 """Items of the input that only a hosted model understands."""
 
 
 async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     """A `Response` of the API. Raises `RequestUnusable`, and as `Chat.complete`."""
-    if refused := [name for name in _REFUSED if body.get(name)]:
-        raise RequestUnusable(f"{', '.join(refused)}: not supported for a rollout; omit it")
     with reading():
         messages = [*_earlier(chat, body), *_messages(body["input"])]
         tools = () if body.get("tool_choice") == "none" else _tools(body)
@@ -100,6 +98,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _response(body: Mapping[str, Any], answer: ChatAnswer) -> dict[str, Any]:
     is_whole = answer.finish_reason != "length"
+    prompt, completion = answer.prompt_tokens, answer.completion_tokens
     return {
         "id": f"resp_{uuid4().hex}",
         "object": "response",
@@ -118,7 +117,13 @@ def _response(body: Mapping[str, Any], answer: ChatAnswer) -> dict[str, Any]:
         "top_p": None,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
-        "usage": _usage(answer),
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + completion,
+        },
     }
 
 
@@ -143,24 +148,10 @@ def _output(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         }
 
 
-def _usage(answer: ChatAnswer) -> dict[str, Any]:
-    prompt, completion = answer.prompt_tokens, answer.completion_tokens
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + completion,
-    }
-
-
-def events(response: Mapping[str, Any], _body: Mapping[str, Any]) -> bytes:
+def events(response: Mapping[str, Any], _body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The response as the events of a stream."""
-    lines = []
     for number, event in enumerate(_events(response)):
-        data = json.dumps({**event, "sequence_number": number})
-        lines.append(f"event: {event['type']}\ndata: {data}\n\n")
-    return "".join(lines).encode()
+        yield {**event, "sequence_number": number}
 
 
 def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

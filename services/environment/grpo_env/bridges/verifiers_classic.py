@@ -189,9 +189,7 @@ class ClassicEnvironment(VerifiersTask):
         client = _DialogueClient(chat)
         state = await self._env.rollout(dict(row), client, MODEL, self._sampling)
         begun.append(state)
-        chat.raise_failure()
-        if chat.is_cut_off:
-            dialogue.cut_off()
+        chat.finish()
         if error := state["error"]:
             raise RolloutFailed(f"{type(error).__name__}: {error}") from error
         return state

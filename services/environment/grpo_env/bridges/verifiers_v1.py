@@ -130,9 +130,7 @@ class V1Environment(VerifiersTask):
         finally:
             for trace_id in opened:
                 del self._endpoint.sessions[trace_id]
-        chat.raise_failure()
-        if chat.is_cut_off:
-            dialogue.cut_off()
+        chat.finish()
         return _graded(self.env_id, episode)
 
     def close(self) -> None:

@@ -97,9 +97,9 @@ async def test_a_prompt_that_is_too_long_is_told_from_a_conversation_that_became
     for chat in (silent, talked):
         with pytest.raises(ContextFull):
             await chat.complete([QUESTION])
-    talked.raise_failure()
+    talked.finish()
     with pytest.raises(ContextFull, match="513 tokens"):
-        silent.raise_failure()
+        silent.finish()
 
 
 def calling(arguments: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ async def test_limits_end_a_rollout_with_what_was_said() -> None:
         with pytest.raises(LimitReached, match=problem):
             await chat.complete([QUESTION])
     assert chat.is_cut_off
-    chat.raise_failure()
+    chat.finish()
     assert chat.last == "56"
 
 
