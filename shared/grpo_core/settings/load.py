@@ -30,7 +30,6 @@ from grpo_core.settings.options import Option, options_of
 from grpo_core.settings.sources import (
     Found,
     Given,
-    Line,
     merge,
     read_config,
     read_variables,
@@ -73,15 +72,16 @@ def load_settings(
             `--version` and `--dry-run`
     """
     command, options = settings_type.command, options_of(settings_type)
-    line = read_words(command, options, argv)
-    common = line.common
+    common = read_words(command, options, argv).common
     if "help" in common:
         _print_and_exit(help_text(settings_type, options))
     if "version" in common:
         _print_and_exit(f"{command.prog} {VERSION}\n")
     is_dry = "dry-run" in common
     try:
-        settings = _of_line(settings_type, line, environment, at_start or is_dry, below)
+        settings = parsed(
+            settings_type, argv, environment, at_start=at_start or is_dry, below=below
+        )
     except OptionsInvalid as error:
         sys.stderr.write("".join(f"{command.prog}: {line}\n" for line in error.lines))
         raise SystemExit(EXIT_USAGE) from None
@@ -106,18 +106,8 @@ def parsed(
     Raises:
         OptionsInvalid: with all mistakes
     """
-    line = read_words(settings_type.command, options_of(settings_type), argv)
-    return _of_line(settings_type, line, environment, at_start, below)
-
-
-def _of_line(
-    settings_type: type[S],
-    line: Line,
-    environment: Mapping[str, str],
-    at_start: bool,
-    below: Path | None,
-) -> S:
     command, options = settings_type.command, options_of(settings_type)
+    line = read_words(command, options, argv)
     path = line.common.get("config")
     file = read_config(settings_type, Path(path).expanduser()) if path else Found()
     if ignored := [*file.without_effect, *line.without_effect]:
