@@ -53,13 +53,7 @@ class Demand:
 
     def is_met_by(self, available: Mapping[Kind, int]) -> bool:
         """Whether a batch can be formed from these numbers of groups of each kind."""
-        return can_make(
-            self.batch_size,
-            [
-                Stock(kind.sequences, self.least.get(kind, 0), available.get(kind, 0))
-                for kind in {**available, **self.least}
-            ],
-        )
+        return can_make(self.batch_size, _stocks(available, self.least).values())
 
     def unmet(self, available: Mapping[Kind, int]) -> set[Kind]:
         """The kinds whose minimum `available` does not reach."""
@@ -195,7 +189,7 @@ def oldest_choice(
     Returns:
         Positions in `queue`, ascending, or None if no exact choice exists.
     """
-    stocks = _stocks(queue, least or {})
+    stocks = _stocks(Counter(queue), least or {})
     if not can_make(total, stocks.values()):
         return None
     chosen: list[int] = []
@@ -204,8 +198,10 @@ def oldest_choice(
         run = _longest_run(queue, candidates, stocks, total)
         taken = Counter(queue[i] for i in candidates[:run])
         chosen += candidates[:run]
-        stocks |= {kind: _with_taken(stocks[kind], n) for kind, n in taken.items()}
-        total -= sum(kind.sequences * n for kind, n in taken.items())
+        for kind, n in taken.items():
+            stock = stocks[kind]
+            stocks[kind] = replace(stock, least=max(0, stock.least - n), most=stock.most - n)
+            total -= kind.sequences * n
         if run == len(candidates):
             break
         # No exact choice contains this group, so none contains a younger one of its kind.
@@ -215,11 +211,10 @@ def oldest_choice(
     return chosen
 
 
-def _stocks(queue: Sequence[Kind], least: Mapping[Kind, int]) -> dict[Kind, Stock]:
-    available = Counter(queue)
+def _stocks(available: Mapping[Kind, int], least: Mapping[Kind, int]) -> dict[Kind, Stock]:
     return {
-        kind: Stock(kind.sequences, least.get(kind, 0), available[kind])
-        for kind in [*available, *(kind for kind in least if kind not in available)]
+        kind: Stock(kind.sequences, least.get(kind, 0), available.get(kind, 0))
+        for kind in {**available, **least}
     }
 
 
@@ -237,7 +232,3 @@ def _longest_run(
         return not can_make(total, {**stocks, **forced}.values())
 
     return bisect_left(range(1, len(candidates) + 1), True, key=cannot_take)
-
-
-def _with_taken(stock: Stock, taken: int) -> Stock:
-    return replace(stock, least=max(0, stock.least - taken), most=stock.most - taken)

@@ -145,12 +145,7 @@ class Leases:
             PlanLost: the queue changed, or belongs to another trainer than the one of the poll.
         """
         outcome, *rest = await self._link.script(
-            "lease_batch",
-            poll.claim,
-            poll.trainer_id,
-            poll.batch_id,
-            poll.batch_size,
-            *entries,
+            "lease_batch", poll.claim, poll.trainer_id, poll.batch_id, poll.batch_size, *entries
         )
         if outcome == b"superseded" and poll.claim:  # a plain poll cannot say whose the queue is
             return None
@@ -166,10 +161,8 @@ class Leases:
             BatchUnknown: no batch has the id `batch_id`.
             Conflict: another trainer has registered, or a trainer leases the batches of this run.
         """
-        outcome, *rest = await self._link.script(
-            "acknowledge",
-            *_trainer_arguments(trainer_id, batch_id),
-        )
+        given = _trainer_arguments(trainer_id, batch_id)
+        outcome, *rest = await self._link.script("acknowledge", *given)
         _refuse(outcome, batch_id, rest)
         acknowledged, released = rest
         return {"status": "success", "acknowledged": acknowledged, "released": released}

@@ -229,10 +229,7 @@ class RunStore:
 
         Returns the number of dropped parts; None if no environment ever had this id.
         """
-        dropped: int | None = await self._link.script(
-            "disconnect_environment",
-            env_id,
-        )
+        dropped: int | None = await self._link.script("disconnect_environment", env_id)
         return dropped
 
     async def view(self, polling: int | None = None) -> RunView:
@@ -241,10 +238,7 @@ class RunStore:
         Args:
             polling: the environment that asks; its time of last poll is updated.
         """
-        answer = await self._link.script(
-            "view_run",
-            "" if polling is None else polling,
-        )
+        answer = await self._link.script("view_run", "" if polling is None else polling)
         now_ms, trainer, registrations, names, connected, seen, kinds, sizes, totals = answer
         step, batch_size, ends_at = trainer
         queued_groups, queued_bytes, buffered_bytes = (int(total or 0) for total in totals)
@@ -293,10 +287,7 @@ class RunStore:
 
     async def stats(self) -> RunStats:
         """All counters at one moment. The cost does not grow with the queue."""
-        answer = await self._link.script(
-            "read_stats",
-            self._timeout_ms,
-        )
+        answer = await self._link.script("read_stats", self._timeout_ms)
         stats = RunStats(*answer)
         return stats._replace(
             oldest_lease_age_seconds=stats.oldest_lease_age_seconds / 1000,

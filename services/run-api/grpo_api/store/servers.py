@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from grpo_api.errors import StoreUnavailable
@@ -15,7 +15,6 @@ from grpo_core.wire.run_api import ListedServer
 
 READ_EVERY_S = 1.0
 """Environments poll ten times a second, and servers report once a second."""
-_FIELDS = ("url", "epoch", "step", "state")
 
 
 class ServerCounts(NamedTuple):
@@ -52,10 +51,17 @@ class ServerRecords:
         if now - self._read_at >= READ_EVERY_S:
             self._read_at = now
             try:
-                self._found = await self._read()
+                records = await self._records("url", "epoch", "step", "state")
             except StoreUnavailable:
                 self.forget()
                 raise
+            self._found = [
+                ListedServer(
+                    name=name, url=url, version=PolicyVersion(int(epoch), int(step)), state=state
+                )
+                for name, (url, epoch, step, state) in records.items()
+                if url and epoch and step and state  # else the record has expired
+            ]
         return self._found
 
     def forget(self) -> None:
@@ -78,11 +84,6 @@ class ServerRecords:
             if state
         ]
 
-    async def _read(self) -> list[ListedServer]:
-        records = await self._records(*_FIELDS)
-        found = (_server(name, record) for name, record in records.items())
-        return [server for server in found if server is not None]
-
     async def _records(self, *fields: str) -> dict[str, list[str]]:
         """These fields of all servers that the run ever had, by name; "" for those that are
         missing."""
@@ -99,13 +100,3 @@ class ServerRecords:
             name: [(value or b"").decode() for value in record]
             for name, record in zip(names, records, strict=True)
         }
-
-
-def _server(name: str, record: Sequence[str]) -> ListedServer | None:
-    """None if the record has expired, or names no URL."""
-    url, epoch, step, state = record
-    if not (url and epoch and step and state):
-        return None
-    return ListedServer(
-        name=name, url=url, version=PolicyVersion(int(epoch), int(step)), state=state
-    )
