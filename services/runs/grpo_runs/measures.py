@@ -17,7 +17,7 @@ from grpo_runs.report.steps import numbers_of
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import EnvironmentReport, ServiceLogs
-from grpo_runs.watch.services import Processes, is_stage_of, read_file, runs, stage_of
+from grpo_runs.watch.services import Processes, created, is_stage_of, read_file, stage_of
 
 READ_TIMEOUT_S = 5.0
 SERVERS_S = 3600.0
@@ -105,7 +105,7 @@ class MeasuresReader:
         reports = (
             one
             for name, one in self._logs.sampling.items()
-            if one.is_since(began) and name in pids and runs(pids[name])
+            if one.is_since(began) and name in pids and created(pids[name])
         )
         return max(reports, key=lambda one: one.numbers["dropped_share"], default=None)
 

@@ -30,15 +30,11 @@ LOOK_EVERY_S = 5.0
 def notifier_of(
     settings: LaunchOptions, warn: Callable[[str], None], redis_password: str | None = None
 ) -> Notifier:
-    held = [plain(value) for name, value in settings if _is_secret(name, value)]
+    # The password of a URL is hidden wherever a URL is.
+    held = [plain(v) for name, v in settings if isinstance(v, SecretStr) and name != "redis_url"]
     secrets = secrets_of(os.environ, *held, redis_password)
     targets = {"end": settings.on_end, "alert": settings.on_alert}
     return Notifier(targets, warn, secrets)
-
-
-def _is_secret(option: str, value: object) -> bool:
-    """The password of a URL is hidden wherever a URL is."""
-    return isinstance(value, SecretStr) and option != "redis_url"
 
 
 class RunNotices:
@@ -49,7 +45,6 @@ class RunNotices:
         self._run = run
         shown = partial(warn, screen, run.logs, "NotificationFailed")
         self._notifier = notifier_of(settings, shown, known_password(run.redis))
-        self._reader: MeasuresReader | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -58,8 +53,9 @@ class RunNotices:
         if self._settings.on_alert is None:
             return
         token = plain(self._settings.run_api_token)
-        self._reader = MeasuresReader(self._run, run_api_url, token)
-        self._thread = threading.Thread(target=self._look_until_stopped, daemon=True)
+        read = MeasuresReader(self._run, run_api_url, token).read
+        looks = (read, self._tell_alert, self._stop.wait)
+        self._thread = threading.Thread(target=tell_alerts, args=looks, daemon=True)
         self._thread.start()
 
     def settle(self) -> None:
@@ -99,14 +95,10 @@ class RunNotices:
             state=state,
             text=text,
             directory=str(self._run.path.absolute()),
-            step=newest_step(self._run),
+            step=len(FollowedFile(self._run.metrics).new_lines()),
             last_step=self._settings.sizes.steps,
             alert=alert,
         )
-
-    def _look_until_stopped(self) -> None:
-        assert self._reader is not None
-        tell_alerts(self._reader.read, self._tell_alert, self._stop.wait)
 
     def _tell_alert(self, firing: FiringAlert) -> None:
         alert = firing.alert
@@ -127,8 +119,3 @@ def tell_alerts(
             if told.get(firing.alert.name) != firing.since:
                 told[firing.alert.name] = firing.since
                 tell(firing)
-
-
-def newest_step(run: RunDirectory) -> int:
-    """0 before the first."""
-    return len(FollowedFile(run.metrics).new_lines())

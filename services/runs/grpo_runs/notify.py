@@ -105,8 +105,9 @@ class Notifier:
         return hide_secrets(text)
 
     def _deliver(self, target: str, told: Notification) -> None:
-        environment = _without_secret_variables(os.environ) | told.variables()
-        environment |= no_proxy(os.environ)
+        # Variables that this project's commands read may hold secrets; the user's others stay.
+        environment = {n: value for n, value in os.environ.items() if not holds_secret(n)}
+        environment |= told.variables() | no_proxy(os.environ)
         words: Sequence[str] = _WEBHOOK
         if is_webhook(target):
             environment[_URL_VARIABLE] = target  # other users can read command lines
@@ -156,11 +157,6 @@ class Notifier:
             return None
         said = errors.strip().rpartition("\n")[2][-_SHOWN_CHARACTERS:]
         return f"{name} ended with status {process.returncode}" + (f": {said}" if said else "")
-
-
-def _without_secret_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that this project's commands read may contain secrets; the user's others stay."""
-    return {name: value for name, value in variables.items() if not holds_secret(name)}
 
 
 def secrets_of(variables: Mapping[str, str], *others: str | None) -> list[str]:

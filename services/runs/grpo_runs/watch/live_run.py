@@ -6,16 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from grpo_core.alerts import AlertWatch, Measures
+from grpo_core.alerts import AlertWatch
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.results import ResultsUnusable
 from grpo_core.provenance.chain import Provenance, provenance_file
@@ -28,7 +28,7 @@ from grpo_runs.measures import MeasuresReader
 from grpo_runs.process.stack import LAUNCHER
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.page import config_of
-from grpo_runs.report.steps import pool_curves
+from grpo_runs.report.steps import numbers_of, pool_curves
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import DROPPED, SENT, ServiceLogs, Warned
@@ -49,13 +49,6 @@ TAIL_BYTES = 2**16
 ETA_STEPS = 20
 """Of so many of the newest steps the median time counts, and the mean time of saving: few steps are
 followed by a checkpoint."""
-
-
-class RunProgress(BaseModel):
-    """Of a record of the metrics file: how far the run is."""
-
-    step: int
-    steps: int
 
 
 class LiveRun:
@@ -122,9 +115,9 @@ class LiveRun:
         not read."""
         lines = [*FollowedFile(self.run.metrics, TAIL_BYTES).read()]
         step, steps = 0, None
-        with suppress(ValidationError, IndexError):  # a broken line
-            newest = RunProgress.model_validate_json(lines[-1])
-            step, steps = newest.step, newest.steps
+        with suppress(ValueError, KeyError, IndexError):  # a broken line
+            newest = numbers_of(lines[-1])
+            step, steps = int(newest["step"]), int(newest["steps"])
         processes = Processes.read(self.run.services)
         word = self._word(processes, step, steps)
         return {"state": word, "step": step, "steps": steps or self.settings().get("steps")}
@@ -212,7 +205,7 @@ class LiveRun:
             "tokens_per_s": record.get("throughput/tokens_per_s"),
             "eta_s": eta,
             "eta_text": None if eta is None else f"about {duration(eta)} left",
-            "warnings": [one.shown() for one in self._logs.warnings.values()]
+            "warnings": [asdict(one) for one in self._logs.warnings.values()]
             + self._own_warnings(now)
             + _error_of(processes),
             "alerts": api["alerts"],
@@ -262,18 +255,27 @@ class LiveRun:
         return self._memory
 
     def _ask_run_api(self, processes: Processes | None, now: float) -> dict[str, Any]:
+        found: dict[str, Any] = {"queue": None, "servers": [], "alerts": []}
         url = processes.run_api_url if processes else None
         if url is None:
             self._api_away_since = None
-            return {"queue": None, "servers": [], "alerts": []}
+            return found
         if self._api is None or self._api[0] != url:
             reader = MeasuresReader(self.run, url, self._token, self._clock)
             self._api = url, reader
         status, measures = _answer(f"{url}/status", self._token), self._api[1].read()
-        alerts = self._firing(measures, now)
+        found["alerts"] = [
+            {
+                "name": one.alert.name,
+                "text": one.text,
+                "advice": one.alert.advice,
+                "since": one.since,
+            }
+            for one in self._alerts.look(measures, now)
+        ]
         if status is None:
             self._api_away_since = self._api_away_since or now
-            return {"queue": None, "servers": [], "alerts": alerts}
+            return found
         self._api_away_since = None
         groups = self._logs.groups
         queue = {
@@ -283,23 +285,9 @@ class LiveRun:
             "submitted_groups": groups[SENT],
             "groups_dropped_for_equal_scores": groups[DROPPED],
         }
-        known = {name: value for name, value in queue.items() if value is not None}
-        return {
-            "queue": known,
-            "servers": _answer(f"{url}/servers", self._token) or [],
-            "alerts": alerts,
-        }
-
-    def _firing(self, measures: Measures, now: float) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": one.alert.name,
-                "text": one.text,
-                "advice": one.alert.advice,
-                "since": one.since,
-            }
-            for one in self._alerts.look(measures, now)
-        ]
+        found["queue"] = {name: value for name, value in queue.items() if value is not None}
+        found["servers"] = _answer(f"{url}/servers", self._token) or []
+        return found
 
     def _own_warnings(self, now: float) -> list[dict[str, Any]]:
         """What this page itself noticed."""
@@ -311,7 +299,7 @@ class LiveRun:
             found.append(f"run-api does not answer since {since}; the queue is not known")
         self._noticed = {text: self._noticed.get(text, now) for text in found}
         return [
-            Warned(since, "grpo-watch", "warning", "", text).shown()
+            asdict(Warned(since, "grpo-watch", "warning", "", text))
             for text, since in self._noticed.items()
         ]
 
@@ -350,7 +338,7 @@ def _error_of(processes: Processes | None) -> list[dict[str, Any]]:
     if processes is None or processes.end is None or not processes.end.text:
         return []
     event, _, text = processes.end.text.partition(": ")
-    return [Warned(processes.end.time, LAUNCHER, "error", event, printable(text)).shown()]
+    return [asdict(Warned(processes.end.time, LAUNCHER, "error", event, printable(text)))]
 
 
 def duration(seconds: float) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from grpo_core.rollouts.record import printable
 from grpo_runs.watch.followed_file import FollowedFile
@@ -50,9 +49,6 @@ class Warned:
     event: str
     text: str
     count: int = 1
-
-    def shown(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

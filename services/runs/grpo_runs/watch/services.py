@@ -75,16 +75,17 @@ class Processes(BaseModel):
 
     @cached_property
     def is_alive(self) -> bool:
-        return self.end is None and is_same_process(self.runner.pid, self.runner.created)
+        return self.end is None and created(self.runner.pid) == self.runner.created
 
     @cached_property
     def left_over(self) -> frozenset[str]:
-        """Names of services that run although the command was killed."""
+        """Names of services that run although the command was killed. A process that was created
+        after their ids were noted is another one."""
         if self.is_alive or self.end:
             return frozenset()
         began, noted_at = self.runner.created, self._file.stat().st_mtime
-        services = self.services.items()
-        return frozenset(name for name, pid in services if is_left_over(pid, began, noted_at))
+        found = {name: created(pid) for name, pid in self.services.items()}
+        return frozenset(name for name, at in found.items() if at and began <= at <= noted_at)
 
 
 def read_file(kind: type[Model], path: Path) -> Model | None:
@@ -106,33 +107,14 @@ def is_stage_of(record: TrainerStage, pids: Mapping[str, int]) -> bool:
     return record.pid == pids.get("trainer")
 
 
-def is_same_process(pid: int, created: float) -> bool:
-    """Whether the process still runs. Args: created: Unix time in seconds"""
+def created(pid: int) -> float | None:
+    """Unix time in seconds; None if the process has ended, even if nobody has asked for its status
+    yet."""
     try:
-        return psutil.Process(pid).create_time() == created
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.NoSuchProcess:
-        return False
-
-
-def is_left_over(pid: int, runner_created: float, noted_at: float) -> bool:
-    """Whether a service runs although the command that started it was killed.
-
-    Args:
-        runner_created: Unix time in seconds at which the command began
-        noted_at: when it wrote the process id; a later process with this id is another one
-    """
-    try:
-        return runs(pid) and runner_created <= psutil.Process(pid).create_time() <= noted_at
-    except psutil.NoSuchProcess:
-        return False
-
-
-def runs(pid: int) -> bool:
-    """Whether the process has not ended, even if nobody has asked for its status yet."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        return None
 
 
 @dataclass(frozen=True)
@@ -186,7 +168,7 @@ class ServiceFacts:
     def _service(self, name: str) -> ServiceView:
         if name in self.left_over:
             return ServiceView(name, "still running", detail=f"process {self.pids[name]}")
-        if self.pids and not (self.is_running and runs(self.pids[name])):
+        if self.pids and not (self.is_running and created(self.pids[name])):
             return ServiceView(name, "ended")
         if name == "trainer":
             return self._of_trainer()
