@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from importlib import import_module
-from pkgutil import iter_modules
 
 from docs.generate.markdown import table
 from grpo_core.settings.command import Command, CommandSettings
@@ -15,20 +14,20 @@ from grpo_core.tree.sections import VIEWS, service_of
 _MODULES = {
     "env-server": "grpo_env.settings",
     "grpo": "grpo_core.tree.trainer_command",
-    "grpo-compare": "grpo_runs.settings",
-    "grpo-demo": "grpo_runs.settings",
-    "grpo-eval": "grpo_runs.settings",
+    "grpo-compare": "grpo_runs.settings.compare",
+    "grpo-demo": "grpo_runs.settings.run",
+    "grpo-eval": "grpo_runs.settings.evaluate",
     "grpo-provenance": "grpo_runs.settings.replay",
     "grpo-replay": "grpo_runs.settings.replay",
-    "grpo-report": "grpo_runs.settings",
-    "grpo-rollouts": "grpo_runs.settings",
-    "grpo-run": "grpo_runs.settings",
-    "grpo-sft": "grpo_runs.settings",
-    "grpo-watch": "grpo_runs.settings",
+    "grpo-report": "grpo_runs.settings.rollouts",
+    "grpo-rollouts": "grpo_runs.settings.rollouts",
+    "grpo-run": "grpo_runs.settings.run",
+    "grpo-sft": "grpo_runs.settings.sft",
+    "grpo-watch": "grpo_runs.settings.watch",
     "run-api": "grpo_core.tree.run_api",
     "vllm-api-server": "grpo_core.tree.server",
 }
-"""Module or package of the class that describes the command."""
+"""Module of the class that describes the command."""
 _PARAGRAPH = "\n\n"
 
 
@@ -37,9 +36,7 @@ def command(name: str) -> str:
 
 
 def _settings(name: str) -> type[CommandSettings]:
-    module = import_module(_MODULES[name])
-    for inner in iter_modules(getattr(module, "__path__", ()), module.__name__ + "."):
-        import_module(inner.name)
+    import_module(_MODULES[name])
     return next(kind for kind in _below(CommandSettings) if kind.command.prog == name)
 
 

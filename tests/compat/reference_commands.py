@@ -16,7 +16,8 @@ from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
-from grpo_runs.settings import CompareSettings, RunSettings
+from grpo_runs.settings.compare import CompareSettings
+from grpo_runs.settings.run import RunSettings
 
 LIST = Path(__file__).parent / "reference_commands.txt"
 

@@ -13,7 +13,7 @@ from docs.generate import home
 from grpo_core.tree.weights import CheckpointRestartSettings
 from grpo_core.weights.servers import ServerState
 from grpo_runs.modes import MODES
-from grpo_runs.settings import DemoSettings
+from grpo_runs.settings.run import DemoSettings
 from grpo_vllm.weights.write_lease import ServingState
 
 ROOT = Path(__file__).parents[2]

@@ -19,16 +19,12 @@ from grpo_core.tree.trainer_command import CommandLine, config_yaml
 from grpo_env.settings import EnvServerSettings
 from grpo_runs.modes import MODES
 from grpo_runs.process.ports import free_port
-from grpo_runs.settings import (
-    CompareSettings,
-    DemoSettings,
-    EvalSettings,
-    ReportSettings,
-    RolloutsSettings,
-    RunSettings,
-    SftSettings,
-    WatchSettings,
-)
+from grpo_runs.settings.compare import CompareSettings
+from grpo_runs.settings.evaluate import EvalSettings
+from grpo_runs.settings.rollouts import ReportSettings, RolloutsSettings
+from grpo_runs.settings.run import DemoSettings, RunSettings
+from grpo_runs.settings.sft import SftSettings
+from grpo_runs.settings.watch import WatchSettings
 
 PORTS = f"--port {free_port()} --health-port {free_port()}"
 DIRECTORY = Path(__file__).parent

@@ -19,15 +19,12 @@ from typing import NoReturn
 from grpo_core.settings import EXIT_USAGE, Command, CommandSettings, load_settings
 from grpo_core.tree.trainer import AUTO, NEVER
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.settings import (
-    CompareSettings,
-    EvalSettings,
-    ReportSettings,
-    RolloutsSettings,
-    SftSettings,
-    WatchSettings,
-)
+from grpo_runs.settings.compare import CompareSettings
+from grpo_runs.settings.evaluate import EvalSettings
+from grpo_runs.settings.rollouts import ReportSettings, RolloutsSettings
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
+from grpo_runs.settings.sft import SftSettings
+from grpo_runs.settings.watch import WatchSettings
 
 FILES = (".yaml", ".yml", ".toml")
 

@@ -24,7 +24,8 @@ from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.sections import given_words, url_variables
 from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_runs.settings import CompareSettings, RunSettings
+from grpo_runs.settings.compare import CompareSettings
+from grpo_runs.settings.run import RunSettings
 from tests.unit.conftest import Refused
 
 

@@ -29,7 +29,7 @@ from grpo_runs.run_directory import (
     unusable,
 )
 from grpo_runs.screen import EXIT_FAILED, Screen
-from grpo_runs.settings import CompareSettings
+from grpo_runs.settings.compare import CompareSettings
 
 FAILURE_MARK = "failed ("
 """Start of the line in which `grpo-demo` names its failure."""

@@ -29,7 +29,7 @@ from grpo_core.rollouts.record import RolloutRecord, split_conversation, text_of
 from grpo_runs.report.page import write_report
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
-from grpo_runs.settings import ReportSettings, RolloutsSettings
+from grpo_runs.settings.rollouts import ReportSettings, RolloutsSettings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

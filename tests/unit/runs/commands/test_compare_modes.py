@@ -14,7 +14,7 @@ from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_runs.commands.compare_modes import compare_modes
 from grpo_runs.process.stack import MIB
 from grpo_runs.report.summary import BenchmarkFacts, RunFacts, summarise
-from grpo_runs.settings import CompareSettings
+from grpo_runs.settings.compare import CompareSettings
 from tests.unit.runs.records import BENCHMARK, metrics_line, record
 from tests.unit.runs.stand_ins import Shown, write_programs
 

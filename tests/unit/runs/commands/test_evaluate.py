@@ -13,7 +13,7 @@ from grpo_core.evaluation.results import read_result, read_summaries
 from grpo_core.settings import load_settings
 from grpo_runs.__main__ import evaluate
 from grpo_runs.commands.evaluate import evaluate_models, visible_gpu
-from grpo_runs.settings import EvalSettings
+from grpo_runs.settings.evaluate import EvalSettings
 from tests.support.process_table import is_alive
 from tests.unit.conftest import Mistake
 from tests.unit.runs.stand_ins import SMOLLM2, Shown, write_programs

@@ -14,7 +14,7 @@ from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.page import config_of, title_of
 from grpo_runs.report.steps import metric_curves
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.settings import ReportSettings
+from grpo_runs.settings.rollouts import ReportSettings
 from tests.unit.runs.records import evaluation, metrics_line
 from tests.unit.runs.stand_ins import Shown
 

@@ -12,7 +12,7 @@ from grpo_core.rollouts.files import write_step
 from grpo_core.settings import load_settings
 from grpo_runs.commands.rollouts import show_rollouts
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.settings import RolloutsSettings
+from grpo_runs.settings.rollouts import RolloutsSettings
 from grpo_tiny_model.model import build_tokenizer
 from tests.support.conversations import record
 from tests.unit.conftest import Refused

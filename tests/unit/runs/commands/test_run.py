@@ -11,7 +11,7 @@ import pytest
 from grpo_core.settings import load_settings
 from grpo_runs.commands.run import run_together
 from grpo_runs.process.ports import free_port
-from grpo_runs.settings import RunSettings
+from grpo_runs.settings.run import RunSettings
 from tests.support.process_table import is_alive
 from tests.unit.runs.stand_ins import SMOLLM2, Shown, write_programs
 
