@@ -3,7 +3,7 @@ been with another objective."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_core.provenance.chain import Provenance
-from grpo_core.provenance.records import newest
 from grpo_core.tree.objective import ObjectiveOptions
 from grpo_runs.replay.run import (
     RecordedRun,
@@ -23,17 +22,16 @@ from grpo_runs.replay.run import (
 )
 from grpo_runs.replay.verdict import (
     Differences,
+    Say,
     begin_problem,
     environment_differences,
-    verdict_of,
+    passes,
 )
 from grpo_runs.settings.replay import ReplaySettings
 from grpo_trainer.errors import NonFiniteStep
 from grpo_trainer.learner import GradientStats, Learner, with_objective
 from grpo_trainer.optim.master_optimizer import digests_of
 from grpo_trainer.telemetry.provenance import code_of, machine_of
-
-Say = Callable[[str], None]
 
 
 def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bool:
@@ -58,7 +56,7 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
     differences = environment_differences(start, code_of(learner.settings), machine_of(learner))
     for line in differences.all:
         say(f"not as in the run: {line}")
-    first = newest(provenance.lines, begin)
+    first = provenance.of_step(begin)
     if first is not None:
         begun = provenance.start_of(first)
         digests = digests_of(learner.optimizer.masters, begun.parts)
@@ -68,14 +66,7 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
     if settings.objective_options:
         return _compare(run, learner, begin, settings, differences, say)
     steps = replayed_steps(run, learner, begin, last)
-    return all(_passes(run, step, differences, say) for step in steps)
-
-
-def _passes(run: RecordedRun, step: ReplayedStep, differences: Differences, say: Say) -> bool:
-    verdict = verdict_of(step, run.start_of(step.step), differences)
-    for line in verdict.lines:
-        say(line)
-    return verdict.passes
+    return all(passes(step, run.start_of(step.step), differences, say) for step in steps)
 
 
 def _compare(
@@ -89,7 +80,7 @@ def _compare(
     rows = []
     options = settings.objective_options
     for row in compared_steps(run, learner, begin, settings.step, options):
-        if not _passes(run, row.step, differences, say):
+        if not passes(row.step, run.start_of(row.step.step), differences, say):
             return False
         rows.append(row)
     say(f"values of the run → with {_named(options)}, at the weights of the run:")

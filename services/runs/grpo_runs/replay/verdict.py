@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -11,6 +11,7 @@ from grpo_core.provenance.digest import file_digest
 from grpo_core.provenance.records import Code, Machine, Publication, Start
 from grpo_runs.replay.run import ReplayedStep
 
+Say = Callable[[str], None]
 CPU = "cpu"
 SHORT = 12
 
@@ -27,14 +28,6 @@ class Tolerance:
 BOUNDS = {"float32": Tolerance(1e-3, 1e-2)}
 ROUNDED = Tolerance(2e-2, 0.1)
 """For weights in 16 bits."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`passes`: equal bit by bit, or within the bound where no more can be expected."""
-
-    passes: bool
-    lines: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,10 @@ def environment_differences(start: Start, code: Code, machine: Machine) -> Diffe
     of_code = [
         ("code of grpo_trainer", start.code.trainer, code.trainer),
         ("code of grpo_core", start.code.core, code.core),
-        *((path, digest, _digest_of(Path(path))) for path, digest in own.items()),
+        *(
+            (path, digest, file_digest(Path(path)) if Path(path).is_file() else "missing")
+            for path, digest in own.items()
+        ),
     ]
     return Differences(
         [f"{what}: {was} in the run, {now} here" for what, was, now in of_machine if was != now],
@@ -74,10 +70,6 @@ def environment_differences(start: Start, code: Code, machine: Machine) -> Diffe
             if was != now
         ],
     )
-
-
-def _digest_of(file: Path) -> str:
-    return file_digest(file) if file.is_file() else "missing"
 
 
 def begin_problem(
@@ -103,40 +95,34 @@ def first_difference(start: Start, recorded: Publication, digests: Sequence[str]
     return next((name for name, then, now in rows if then != now), None)
 
 
-def verdict_of(step: ReplayedStep, start: Start, differences: Differences) -> Verdict:
-    """Args: differences: of the environment"""
+def passes(step: ReplayedStep, start: Start, differences: Differences, say: Say) -> bool:
+    """Whether the step is equal bit by bit, or within the bound where no more can be expected.
+
+    Args: differences: of the environment; say: prints a line
+    """
+    then = step.recorded
     if step.is_equal:
-        return Verdict(
-            True,
-            [
-                f"step {step.step}: loss, gradient norm and weights are equal bit by "
-                f"bit (weights {step.recorded.root[:SHORT]})"
-            ],
+        say(
+            f"step {step.step}: loss, gradient norm and weights are equal bit by "
+            f"bit (weights {then.root[:SHORT]})"
         )
-    lines = list(_described(step, start))
+        return True
+    name = first_difference(start, then, step.digests)
+    say(f"step {step.step}: differs from the run")
+    say(f"  loss           {_pair(then.loss, step.loss)}")
+    say(f"  gradient norm  {_pair(then.grad_norm, step.norm)}")
+    of_weights = "equal" if name is None else f"differ; the first tensor that differs is {name}"
+    say(f"  weights        {of_weights}")
     expects_equal = start.machine.device == CPU and not differences.machine
     bound = BOUNDS.get(start.dtype, ROUNDED)
-    if not expects_equal and _is_within(step, bound):
-        return Verdict(
-            True,
-            [
-                *lines,
-                f"within the bound for another machine: {bound.loss:g} of "
-                f"the loss, {bound.norm:.0%} of the gradient norm",
-            ],
-        )
-    return Verdict(False, [*lines, f"likely cause: {_cause(differences)}"])
-
-
-def _described(step: ReplayedStep, start: Start) -> Iterator[str]:
-    then = step.recorded
-    name = first_difference(start, then, step.digests)
-    yield f"step {step.step}: differs from the run"
-    yield f"  loss           {_pair(then.loss, step.loss)}"
-    yield f"  gradient norm  {_pair(then.grad_norm, step.norm)}"
-    yield "  weights        " + (
-        "equal" if name is None else f"differ; the first tensor that differs is {name}"
+    if expects_equal or not _is_within(step, bound):
+        say(f"likely cause: {_cause(differences)}")
+        return False
+    say(
+        f"within the bound for another machine: {bound.loss:g} of "
+        f"the loss, {bound.norm:.0%} of the gradient norm"
     )
+    return True
 
 
 def _pair(then: float | None, now: float) -> str:
