@@ -19,10 +19,17 @@ from pathlib import Path
 
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import LimitedCommand, run_child
-from grpo_env.sandbox.interface import Ended, Program, Sandbox, SandboxUnusable
+from grpo_env.sandbox.interface import (
+    Ended,
+    Program,
+    Sandbox,
+    SandboxUnusable,
+    give,
+    is_root,
+    new_user,
+)
 from grpo_env.sandbox.namespace import Namespace
 from grpo_env.sandbox.syscalls import seccomp_filter
-from grpo_env.sandbox.users import give, is_root, new_user
 
 _HOME = "/tmp"
 _SOCKET = "/run/service.sock"

@@ -91,7 +91,10 @@ async def run_child(command: LimitedCommand) -> Ended:
     Raises:
         OSError: the command does not start.
     """
-    files_before = await asyncio.to_thread(_file_bytes, command.directory)
+    files_before = 0
+    if command.directory:
+        with contextlib.suppress(OSError):  # it cannot be measured, which then stops the run
+            files_before = await asyncio.to_thread(file_bytes, command.directory, math.inf)
     started = time.monotonic()
     loop = asyncio.get_running_loop()
     transport, run = await loop.subprocess_exec(
@@ -152,13 +155,6 @@ async def _watch(reason: Reason, used: Callable[[], int], most: int, run: _Run) 
         run.stop(reason)
 
 
-def _file_bytes(directory: Path | None) -> int:
-    """Before the run. 0 if it cannot be measured, which then stops the run."""
-    with contextlib.suppress(OSError):
-        return file_bytes(directory, math.inf) if directory else 0
-    return 0
-
-
 def memory_bytes(pid: int, places: Sequence[str]) -> int:
     """Memory of a process and its descendants. A page that several share is counted once.
 
@@ -167,24 +163,16 @@ def memory_bytes(pid: int, places: Sequence[str]) -> int:
         places: where those are mounted. The kernel's memory for their files counts, their content
             does not.
     """
-    processes = _with_descendants(pid)
+    processes = [pid]
+    for one in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{one}/task"):
+                with contextlib.suppress(OSError):  # the thread has ended
+                    children = Path(f"/proc/{one}/task/{thread}/children").read_text()
+                    processes += map(int, children.split())
     own = sum(map(_own_bytes, processes))
     # A process that has ended sees none.
     return own + sum(max(_files(one, place) for one in processes) for place in places) * _KIB
-
-
-def _with_descendants(pid: int) -> list[int]:
-    found = [pid]
-    for one in found:
-        found += _children(one)
-    return found
-
-
-def _children(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):  # the thread has ended
-                yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
 
 
 def _own_bytes(pid: int) -> int:
@@ -198,22 +186,16 @@ def _own_bytes(pid: int) -> int:
 def _files(pid: int, place: str) -> int:
     """Opened once: while a process starts, the same path leads to different file systems."""
     try:
-        with _opened(f"/proc/{pid}/root{place}") as inside:
+        inside = os.open(f"/proc/{pid}/root{place}", os.O_PATH)
+        try:
             if os.fstat(inside).st_dev == os.stat(place).st_dev:  # it still starts
                 return 0
             found = os.fstatvfs(inside)
+        finally:
+            os.close(inside)
     except OSError:  # it still starts, or has ended
         return 0
     return found.f_files - found.f_ffree
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    opened = os.open(path, os.O_PATH)
-    try:
-        yield opened
-    finally:
-        os.close(opened)
 
 
 def file_bytes(directory: Path, enough: float) -> int:

@@ -20,8 +20,16 @@ from grpo_env.sandbox.container import (
     succeed_at_start,
     variables,
 )
-from grpo_env.sandbox.interface import Ended, Limits, Program, Sandbox, SandboxUnusable
-from grpo_env.sandbox.users import NOBODY, give, is_root
+from grpo_env.sandbox.interface import (
+    NOBODY,
+    Ended,
+    Limits,
+    Program,
+    Sandbox,
+    SandboxUnusable,
+    give,
+    is_root,
+)
 
 DEFAULT_IMAGE = "python:3.11-slim-bookworm"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

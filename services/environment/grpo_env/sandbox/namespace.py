@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -32,7 +31,7 @@ class Namespace:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._told = b""
-        self._first: _First | None = None
+        self._first: tuple[int, int] | None = None  # process and namespace, as on the host
 
     def __enter__(self) -> Self:
         self._reader, status = os.pipe()
@@ -55,8 +54,9 @@ class Namespace:
         first, *end = self._told.split(b"\n")
         if end and self._first is None:
             told = json.loads(first)
-            self._first = _First(told["child-pid"], told["pid-namespace"])
-            self._first.limit(self._limits)
+            self._first = told["child-pid"], told["pid-namespace"]
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                _limit(told["child-pid"], self._limits)
             os.write(self._opener, b"\n")
         self.has_run = len(end) > 1
 
@@ -68,43 +68,13 @@ class Namespace:
             os.killpg(bwrap, signal.SIGKILL)
         self._read()
         if self._first:
-            await self._first.kill()
+            await _kill(*self._first)
 
 
-@dataclass(frozen=True)
-class _First:
-    """The first process inside. pid, namespace: as the host numbers them."""
-
-    pid: int
-    namespace: int
-
-    def limit(self, limits: Limits) -> None:
-        """Limit the process and all that it will start."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            for what, (soft, hard) in _rlimits(limits).items():
-                _, most = resource.prlimit(self.pid, what)
-                if most != resource.RLIM_INFINITY:
-                    soft, hard = min(soft, most), min(hard, most)
-                resource.prlimit(self.pid, what, (soft, hard))
-
-    async def kill(self) -> None:
-        """Return when it has ended."""
-        try:
-            process = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return
-        try:
-            if _has_namespace(self.pid, self.namespace):
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-                await _ended(process)
-        finally:
-            os.close(process)
-
-
-def _rlimits(limits: Limits) -> Mapping[int, tuple[int, int]]:
-    """RLIMIT_DATA, not RLIMIT_AS: programs such as node reserve much more than they use."""
-    return {
+def _limit(pid: int, limits: Limits) -> None:
+    """Limit the process and all that it will start. RLIMIT_DATA, not RLIMIT_AS: programs such as
+    node reserve much more than they use."""
+    wanted: Mapping[int, tuple[int, int]] = {
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_CPU: (limits.cpu_s, limits.cpu_s + 1),
         resource.RLIMIT_DATA: (limits.memory_bytes, limits.memory_bytes),
@@ -112,18 +82,28 @@ def _rlimits(limits: Limits) -> Mapping[int, tuple[int, int]]:
         resource.RLIMIT_NOFILE: (limits.open_files, limits.open_files),
         resource.RLIMIT_NPROC: (limits.processes, limits.processes),
     }
+    for what, (soft, hard) in wanted.items():
+        _, most = resource.prlimit(pid, what)
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.prlimit(pid, what, (soft, hard))
 
 
-def _has_namespace(pid: int, namespace: int) -> bool:
-    """False: another process has this id now."""
+async def _kill(pid: int, namespace: int) -> None:
+    """Return when the first process of the namespace has ended."""
     try:
-        return Path(f"/proc/{pid}/ns/pid").stat().st_ino == namespace
-    except OSError:  # it is ending
-        return True
-
-
-async def _ended(process: int) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(process, ended.set)
-    await ended.wait()
-    loop.remove_reader(process)
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        with contextlib.suppress(OSError):  # it is ending
+            if Path(f"/proc/{pid}/ns/pid").stat().st_ino != namespace:
+                return  # another process has this id now
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(process, ended.set)
+        await ended.wait()
+        loop.remove_reader(process)
+    finally:
+        os.close(process)
