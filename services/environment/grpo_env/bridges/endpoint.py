@@ -130,7 +130,14 @@ class ChatEndpoint:
                 return _refusal(str(error.text), 413)
             except RequestUnusable as error:
                 return _refusal(str(error))
-            self._warn_of_ignored(body, api.READ)
+            ignored = [name for name in _ignored(body, api.READ) if name not in self._ignored]
+            if ignored:
+                self._ignored.update(ignored)
+                log.warning(
+                    "endpoint.options_ignored",
+                    options=ignored,
+                    effect="the policy is sampled as the options of the run say",
+                )
             if refused := [name for name in api.REFUSED if body.get(name)]:
                 return _refusal(f"{', '.join(refused)}: not supported for a rollout; omit it")
             return await _answer(answered, chat, body)
@@ -141,16 +148,6 @@ class ChatEndpoint:
         """Many clients of Anthropic's API send the key alone, in a header of their own."""
         keys = (headers.get(self._header, ""), f"Bearer {headers.get('x-api-key')}")
         return next((self.sessions[key] for key in keys if key in self.sessions), None)
-
-    def _warn_of_ignored(self, body: Mapping[str, Any], read: Collection[str]) -> None:
-        """Once for each option."""
-        if new := [name for name in _ignored(body, read) if name not in self._ignored]:
-            self._ignored.update(new)
-            log.warning(
-                "endpoint.options_ignored",
-                options=new,
-                effect="the policy is sampled as the options of the run say",
-            )
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "grpo"}

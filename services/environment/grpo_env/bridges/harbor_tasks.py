@@ -160,7 +160,13 @@ def read_task(path: Path, network: str, variables: Collection[str] = ()) -> Harb
     return HarborDirectory(
         path,
         instruction,
-        _resources(environment, network),
+        Resources(
+            memory_mb=environment.memory_mb,
+            cpus=environment.cpus,
+            network=network,
+            workdir=environment.workdir,
+            environment=_resolved(environment.env),
+        ),
         environment.docker_image,
         environment.build_timeout_sec,
         verifier.timeout_sec,
@@ -187,16 +193,6 @@ def _problems(path: Path, config: _Config) -> Iterator[str]:
     for name in ("gpus", "tpu", "mcp_servers", "healthcheck"):
         if getattr(environment, name):
             yield f"{name} of [environment]"
-
-
-def _resources(environment: _Environment, network: str) -> Resources:
-    return Resources(
-        memory_mb=environment.memory_mb,
-        cpus=environment.cpus,
-        network=network,
-        workdir=environment.workdir,
-        environment=_resolved(environment.env),
-    )
 
 
 def _refused_variables(texts: Iterable[Any], allowed: Collection[str]) -> Iterator[str]:

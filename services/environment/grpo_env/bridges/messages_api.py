@@ -33,7 +33,16 @@ async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     body, messages, tools = _read(chat, body)
     sampling = {"max_tokens": body.get("max_tokens"), "stop": body.get("stop_sequences")}
     answer = await chat.complete(messages, tools, sampling)
-    message = _message(answer)
+    message: dict[str, Any] = {
+        "id": f"msg_{uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [*_content(answer)],
+        "stop_reason": _STOP_REASONS[answer.finish_reason],
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+    }
     if body.get("thread") is not None:
         whole = {"system": body.get("system"), "tools": body.get("tools")}
         chat.stored[message["id"]] = {**whole, "messages": [*body["messages"], message]}
@@ -69,19 +78,6 @@ def _continued(chat: Chat, body: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RequestUnusable(f"previous_message_id {known!r}: no message of this rollout")
     earlier = chat.stored[known]
     return {**body, **earlier, "messages": [*earlier["messages"], *body["messages"]]}
-
-
-def _message(answer: ChatAnswer) -> dict[str, Any]:
-    return {
-        "id": f"msg_{uuid4().hex}",
-        "type": "message",
-        "role": "assistant",
-        "model": MODEL,
-        "content": [*_content(answer)],
-        "stop_reason": _STOP_REASONS[answer.finish_reason],
-        "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
-    }
 
 
 def _messages(given: Mapping[str, Any]) -> Iterator[ChatMessage]:

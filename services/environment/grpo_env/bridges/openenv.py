@@ -122,22 +122,19 @@ def _started(server: str, python: str) -> LocalServer:
         return LocalServer(server, Path.cwd(), _program(python or sys.executable))
     own = directory / ".venv" / "bin" / "python"
     default = str(own) if own.exists() else sys.executable
-    return LocalServer(_app_of(directory), directory.absolute(), _program(python or default))
+    file = directory / "openenv.yaml"
+    try:
+        app = str(yaml.safe_load(file.read_text())["app"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise EnvironmentUnusable(
+            f"{file} names no app ({error!r}); expected a line such as app: server.app:app"
+        ) from error
+    return LocalServer(app, directory.absolute(), _program(python or default))
 
 
 def _program(python: str) -> str:
     """Its path from every directory; links stay, because a virtual environment is one."""
     return str(Path(python).expanduser().absolute()) if "/" in python else python
-
-
-def _app_of(directory: Path) -> str:
-    file = directory / "openenv.yaml"
-    try:
-        return str(yaml.safe_load(file.read_text())["app"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise EnvironmentUnusable(
-            f"{file} names no app ({error!r}); expected a line such as app: server.app:app"
-        ) from error
 
 
 class _OpenEnvEpisode:

@@ -165,27 +165,18 @@ def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         added = {**item, **empty, "status": "in_progress"}
         yield {"type": "response.output_item.added", "output_index": index, "item": added}
         place = {"item_id": item["id"], "output_index": index}
-        yield from _of_message(item, place) if is_message else _of_call(item, place)
+        if is_message:
+            [part] = item["content"]
+            here = {**place, "content_index": 0}
+            yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
+            said = {**here, "logprobs": []}
+            yield {"type": "response.output_text.delta", **said, "delta": part["text"]}
+            yield {"type": "response.output_text.done", **said, "text": part["text"]}
+            yield {"type": "response.content_part.done", **here, "part": part}
+        else:
+            call = {name: item[name] for name in ("name", "arguments")}
+            arguments = "response.function_call_arguments"
+            yield {"type": f"{arguments}.delta", **place, "delta": item["arguments"]}
+            yield {"type": f"{arguments}.done", **place, **call}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     yield {"type": f"response.{response['status']}", "response": response}
-
-
-def _of_message(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for index, part in enumerate(item["content"]):
-        here = {**place, "content_index": index}
-        yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
-        said = {**here, "logprobs": []}
-        yield {"type": "response.output_text.delta", **said, "delta": part["text"]}
-        yield {"type": "response.output_text.done", **said, "text": part["text"]}
-        yield {"type": "response.content_part.done", **here, "part": part}
-
-
-def _of_call(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    arguments = item["arguments"]
-    yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
-    yield {
-        "type": "response.function_call_arguments.done",
-        **place,
-        "name": item["name"],
-        "arguments": arguments,
-    }

@@ -68,7 +68,12 @@ class V1Environment(VerifiersTask):
                 f"verifiers cannot load the environment {env_id} with the arguments "
                 f"{dict(arguments)}: {error}"
             ) from error
-        _refuse_retries(env_id, self._env.config)
+        agents = (part for _, part in self._env.config if isinstance(part, vf.AgentConfig))
+        if any(part.retries != vf.RetryConfig() for part in (self._env.config, *agents)):
+            raise EnvironmentUnusable(
+                f"the environment {env_id} repeats failed rollouts (`retries`), but the answers of "
+                "a failed one are recorded too; set max_retries to 0 and remove the rules"
+            )
         _require_permission(self._env, arguments)
         self._tasks: dict[int, vf.Task] = {}
         self._endpoint = ChatEndpoint(SESSION_ID_HEADER)
@@ -160,15 +165,6 @@ def _config(env_id: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
                 chosen["runtime"] = {"type": "subprocess"}
             config[name] = {**chosen, **given}
     return vf.resolve_env_config(config)
-
-
-def _refuse_retries(env_id: str, config: vf.EnvConfig) -> None:
-    agents = (value for _, value in config if isinstance(value, vf.AgentConfig))
-    if any(part.retries != vf.RetryConfig() for part in (config, *agents)):
-        raise EnvironmentUnusable(
-            f"the environment {env_id} repeats failed rollouts (`retries`), but the answers of a "
-            "failed one are recorded too; set max_retries to 0 and remove the rules"
-        )
 
 
 def _require_permission(env: vf.Env, arguments: Mapping[str, Any]) -> None:
