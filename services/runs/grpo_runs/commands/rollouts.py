@@ -13,26 +13,22 @@ import os
 import sys
 import unicodedata
 import webbrowser
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, quantiles
-from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from grpo_core.errors import BrokenRollouts, GrpoError
-from grpo_core.rollouts.files import TOKENIZER, read_steps, steps_in
+from grpo_core.errors import GrpoError
+from grpo_core.rollouts.files import read_steps, steps_in
 from grpo_core.rollouts.record import RolloutRecord, split_conversation, text_of
-from grpo_runs.report.page import write_report
+from grpo_runs.report.page import token_texts, write_report
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.settings.rollouts import ReportSettings, RolloutsSettings
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 Styled = tuple[str, str | None]
 """A line and its style."""
@@ -124,42 +120,30 @@ _CONTROLS = {
 
 
 class RolloutText:
-    """Prompts and completions. Those of an environment that sends no messages are decoded from the
+    """Prompts and completions. Those of an environment that sends no messages are the texts of the
     tokens.
 
     Args: directory: with the rollouts
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = directory / TOKENIZER
+        self._texts = cache(lambda: token_texts(directory))
 
     def prompt(self, record: RolloutRecord) -> str:
         if record.messages:
             return text_of(split_conversation(record)[0])
-        return self._decoded(record.tokens[: record.prompt_length])
+        return self._joined(record.tokens[: record.prompt_length])
 
     def completion(self, record: RolloutRecord) -> str:
         if record.messages:
             return text_of(split_conversation(record)[1])
-        return self._decoded(record.tokens[record.prompt_length :])
+        return self._joined(record.tokens[record.prompt_length :])
 
-    def _decoded(self, tokens: list[int]) -> str:
-        if self._tokenizer is None:
-            return f"token ids: {' '.join(map(str, tokens))}"
-        decoded: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return decoded
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer | None:
+    def _joined(self, tokens: list[int]) -> str:
         """Raises `BrokenRollouts`."""
-        from tokenizers import Tokenizer
-
-        if not self._file.exists():
-            return None
-        try:
-            return Tokenizer.from_file(str(self._file))
-        except Exception as error:  # the library raises no narrower one
-            raise BrokenRollouts(f"{self._file}: {error}; remove this file") from error
+        if (texts := self._texts()) is None:
+            return f"token ids: {' '.join(map(str, tokens))}"
+        return "".join(texts(tokens))
 
 
 def sample_lines(record: RolloutRecord, text: RolloutText, width: int) -> Iterator[Styled]:
@@ -236,7 +220,8 @@ def _show_diff(settings: RolloutsSettings, steps: tuple[int, int], screen: Scree
     screen.lines([*distributions(first, second), ""])
     pairs = prompts_of_both(first, second)
     if settings.worst or settings.best:
-        pairs.sort(key=_gain, reverse=settings.best)
+        # By how much higher the mean score is at the second step.
+        pairs.sort(key=lambda two: _mean_score(two[1]) - _mean_score(two[0]), reverse=settings.best)
     screen.line(f"prompts of both steps: {len(pairs)}")
     text = RolloutText(settings.directory)
     for pair in pairs[: settings.shown]:
@@ -248,19 +233,25 @@ def _show_diff(settings: RolloutsSettings, steps: tuple[int, int], screen: Scree
 def distributions(first: Records, second: Records) -> Iterator[str]:
     """A table of score, length and each part of the reward, of two steps."""
     yield _table_line("", TITLES)
-    values: dict[str, Callable[[RolloutRecord], float | None]] = {
-        "score": lambda record: record.score,
-        "completion tokens": lambda record: record.completion_tokens,
-    }
-    for part in dict.fromkeys(part for record in (*first, *second) for part in record.parts):
-        values[f"part {part}"] = partial(_part, part)
-    for name, value in values.items():
-        for records in (first, second):
-            found = [one for record in records if (one := value(record)) is not None]
+    sides = [[_values(record) for record in records] for records in (first, second)]
+    for name in dict.fromkeys(name for values in (*sides[0], *sides[1]) for name in values):
+        for records, side in zip((first, second), sides, strict=True):
+            found = [values[name] for values in side if name in values]
             if found:
                 cells = [f"{records[0].step}", f"{len(found)}", *map(number, _summary(found))]
                 yield _table_line(name, cells)
                 name = ""
+
+
+def _values(record: RolloutRecord) -> dict[str, float]:
+    parts = {f"part {name}": value for name, value in record.parts.items()}
+    return {"score": record.score, "completion tokens": record.completion_tokens, **parts}
+
+
+def _summary(values: Sequence[float]) -> list[float]:
+    """Mean, minimum, quartiles and maximum."""
+    quarters = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return [fmean(values), min(values), *quarters, max(values)]
 
 
 def prompts_of_both(first: Records, second: Records) -> list[tuple[Records, Records]]:
@@ -301,21 +292,6 @@ def _by_prompt(records: Records) -> dict[Hashable, Records]:
 
 def _mean_score(records: Records) -> float:
     return fmean(record.score for record in records)
-
-
-def _gain(pair: tuple[Records, Records]) -> float:
-    """How much higher the mean score is at the second step."""
-    return _mean_score(pair[1]) - _mean_score(pair[0])
-
-
-def _part(name: str, record: RolloutRecord) -> float | None:
-    return record.parts.get(name)
-
-
-def _summary(values: Sequence[float]) -> list[float]:
-    """Mean, minimum, quartiles and maximum."""
-    quarters = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    return [fmean(values), min(values), *quarters, max(values)]
 
 
 def _table_line(name: str, cells: Sequence[str]) -> str:

@@ -133,7 +133,7 @@ def test_without_messages_the_tokens_are_decoded(run: Path, tmp_path: Path) -> N
     lines = shown(run).out.splitlines()
     assert (lines[3], lines[5]) == ("  1+2=", "  3!")
     (run / "rollouts" / "tokenizer.json").write_text("{")
-    assert "tokenizer.json: " in shown(run, status=1).err
+    assert "tokenizer.json cannot be read as a tokenizer: " in shown(run, status=1).err
 
 
 def test_two_steps_are_compared_by_their_distributions_and_by_common_prompts(run: Path) -> None:
