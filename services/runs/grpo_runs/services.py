@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,137 +73,146 @@ class SocketPathTooLong(GrpoError):
     """The path of the temporary directory is too long for a unix socket in it."""
 
 
-@dataclass(frozen=True)
-class ServiceFactory:
-    """Builds the services of one run that are all started here."""
+def services_of(settings: RunSettings, places: Places, probe: HealthProbe) -> list[Service]:
+    """All but Redis. Of a run whose run-api and environments run already: servers and trainer."""
+    servers = [server_of(settings, places, probe, number) for number in range(settings.servers)]
+    trainer = trainer_of(settings, places, probe)
+    if places.run is None:
+        return [*servers, trainer]
+    return [
+        _run_api(settings, places, probe, places.run),
+        *servers,
+        *([_teacher(settings, places, probe)] if settings.starts_teacher else []),
+        trainer,
+        *(_environment(settings, places, probe, task) for task in settings.task),
+    ]
 
-    settings: RunSettings
-    run: RunDirectory
-    probe: HealthProbe
 
-    def redis(self, port: int) -> Service:
-        return Service(
-            name="redis",
-            role="stores the queue of scored groups",
-            command=redis_command(
-                port,
-                self.run.redis,
-                password=redis_password(self.run.redis),
-            ),
-            healthy=lambda: answers_ping(port, redis_password(self.run.redis)),
-            deadline_s=REDIS_DEADLINE_S,
-        )
+def redis_of(run: RunDirectory, port: int) -> Service:
+    password = redis_password(run.redis)
+    return Service(
+        name="redis",
+        role="stores the queue of scored groups",
+        command=redis_command(port, run.redis, password=password),
+        healthy=lambda: answers_ping(port, password),
+        deadline_s=REDIS_DEADLINE_S,
+    )
 
-    def services(self, places: Places) -> list[Service]:
-        """All but Redis."""
-        tasks = self.settings.task
-        return [
-            self.run_api(places),
-            *(self.vllm_server(places, number) for number in range(self.settings.servers)),
-            *([self.teacher(places)] if self.settings.starts_teacher else []),
-            self.trainer(places),
-            *(self.environment(task, places) for task in tasks),
-        ]
 
-    def run_api(self, places: Places) -> Service:
-        values = run_api_values(self.settings, places)
-        return Service(
-            name="run-api",
-            role="queues scored groups and hands out batches",
-            command=module(
-                "grpo_api",
-                *words_of(RUN_API, {"redis_disk_bytes": disk_bytes(self.run.redis)} | values),
-            ),
-            healthy=lambda: self.probe.answers(places.run_api_url),
-            deadline_s=self.settings.sizes.start_deadline_s,
-            deadline_option="--start-deadline-s",
-            environment=child_environment(threads=1)
-            | places.environment
-            | token_variables(self.settings),
-        )
+def _run_api(
+    settings: RunSettings, places: Places, probe: HealthProbe, run: RunDirectory
+) -> Service:
+    values = {"redis_disk_bytes": disk_bytes(run.redis)} | run_api_values(settings, places)
+    return Service(
+        name="run-api",
+        role="queues scored groups and hands out batches",
+        command=module("grpo_api", *words_of(RUN_API, values)),
+        healthy=lambda: probe.answers(places.run_api_url),
+        deadline_s=settings.sizes.start_deadline_s,
+        deadline_option="--start-deadline-s",
+        environment=child_environment(threads=1) | places.environment | token_variables(settings),
+    )
 
-    def vllm_server(self, places: Places, number: int = 0) -> Service:
-        settings = self.settings
-        return Service(
-            name=places.server_names[number],
-            role=SAMPLES,
-            command=module(MODULES[SERVER], *_server_words(settings, places, number, free_port())),
-            healthy=lambda: self.probe.answers(url(places.server_ports[number])),
-            deadline_s=settings.sizes.server_deadline_s,
-            deadline_option="--server-deadline-s",
-            environment=child_environment(settings.server_threads, places.model)
-            | (NO_COMPILER if settings.starts_eager else {})
-            | places.environment
-            | token_variables(settings),
-            group=SERVER,
-        )
 
-    def teacher(self, places: Places) -> Service:
-        settings = self.settings
-        values = teacher_values(settings, places)
-        words = [*vllm_words(settings, values["model"]), *settings.vllm_words]
-        return Service(
-            name=TEACHER,
-            role="scores the policy's tokens",
-            command=module(MODULES[SERVER], *words_of(SERVER, values), *words),
-            healthy=lambda: self.probe.answers(url(places.teacher_port)),
-            deadline_s=settings.sizes.server_deadline_s,
-            deadline_option="--server-deadline-s",
-            environment=child_environment(settings.server_threads, values["model"])
-            | (NO_COMPILER if settings.starts_eager else {})
-            | {"REDIS_URL": WITHOUT_REDIS}
-            | token_variables(settings),
-        )
+def server_of(
+    settings: RunSettings, places: Places, probe: HealthProbe, number: int = 0
+) -> Service:
+    values, port = server_values(settings, places, number), places.server_ports[number]
+    words = [*vllm_words(settings, places.model), *values.pop("engine_arguments")]
+    if places.run is not None:
+        values = {"health_port": free_port()} | values
+        healthy = partial(probe.answers, url(port))
+        deadline_s = settings.sizes.server_deadline_s
+        variables = _variables_of_server(settings, places.model) | token_variables(settings)
+    else:
+        healthy = partial(probe.responds, settings.url_of(port))
+        deadline_s = settings.server_deadline_s or PAIR_DEADLINE_S
+        threads = {"OMP_NUM_THREADS": str(settings.server_threads)} if settings.servers > 1 else {}
+        keys = {"run_api_token": settings.run_api_token, "vllm_api_key": settings.api_key}
+        variables = UNBUFFERED | threads | secret_variables(**keys)
+    return Service(
+        name=places.server_names[number],
+        role=SAMPLES,
+        command=module(MODULES[SERVER], *words_of(SERVER, values), *words),
+        healthy=healthy,
+        deadline_s=deadline_s,
+        deadline_option="--server-deadline-s",
+        environment=variables | places.environment,
+        group=SERVER,
+    )
 
-    def trainer(self, places: Places) -> Service:
-        settings = self.settings
-        values = trainer_values(settings, places)
-        return Service(
-            name="trainer",
-            role=TRAINS,
-            command=module(MODULES[TRAINER], *words_of(TRAINER, values)),
-            healthy=lambda: self.probe.trainer_is_registered(places.run_api_url),
-            deadline_s=settings.sizes.start_deadline_s,
-            deadline_option="--start-deadline-s",
-            environment=child_environment(settings.compute_threads, places.model)
-            | places.environment
-            | _weights_address(settings, places)
-            | url_variables(VIEWS[TRAINER], values)
-            | token_variables(settings),
-            may_finish=True,
-            # In some modes grpo starts a server itself if nothing listens yet.
-            may_start=lambda: _accept_connections(
-                places.run_api_url, *map(url, places.server_ports)
-            ),
-        )
 
-    def environment(self, task: str, places: Places) -> Service:
-        settings, name = self.settings, name_of_task(task)
-        values = environment_values(settings, places, task)
-        is_offline = not self._data_is_on_the_hub(task)
-        return Service(
-            name=self.environment_name(task),
-            role=f"asks for completions of {name} and grades them",
-            command=module(MODULES[ENVIRONMENT], task, "serve", *words_of(ENVIRONMENT, values)),
-            healthy=lambda: self.probe.has_environment(places.run_api_url, name),
-            deadline_s=settings.sizes.start_deadline_s,
-            deadline_option="--start-deadline-s",
-            environment=child_environment(1, places.model, offline=is_offline)
-            | url_variables(VIEWS[ENVIRONMENT], values)
-            | token_variables(settings)
-            | secret_variables(teacher_api_key=values.get("teacher_api_key")),
-            may_finish=True,  # after the last batch
-            may_start=lambda: _accept_connections(places.run_api_url),
-        )
+def _teacher(settings: RunSettings, places: Places, probe: HealthProbe) -> Service:
+    values = teacher_values(settings, places)
+    words = [*vllm_words(settings, values["model"]), *settings.vllm_words]
+    return Service(
+        name=TEACHER,
+        role="scores the policy's tokens",
+        command=module(MODULES[SERVER], *words_of(SERVER, values), *words),
+        healthy=lambda: probe.answers(url(places.teacher_port)),
+        deadline_s=settings.sizes.server_deadline_s,
+        deadline_option="--server-deadline-s",
+        environment=_variables_of_server(settings, values["model"])
+        | {"REDIS_URL": WITHOUT_REDIS}
+        | token_variables(settings),
+    )
 
-    def environment_name(self, task: str) -> str:
-        return (
-            "environment" if len(self.settings.task) == 1 else f"environment-{name_of_task(task)}"
-        )
 
-    def _data_is_on_the_hub(self, task: str) -> bool:
-        data = self.settings.data
-        return task != "arithmetic" and data is not None and not Path(data).expanduser().exists()
+def _variables_of_server(settings: RunSettings, model: str) -> dict[str, str]:
+    """Of a run whose services are all started here."""
+    compiler = NO_COMPILER if settings.starts_eager else {}
+    return child_environment(settings.server_threads, model) | compiler
+
+
+def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Service:
+    values = trainer_values(settings, places)
+    if places.run is not None:
+        variables = child_environment(settings.compute_threads, places.model)
+        variables |= token_variables(settings)
+        deadline_s = settings.sizes.start_deadline_s
+    else:  # it runs as a job, which has no deadline
+        deadline_s = math.inf
+        keys = {"run_api_token": settings.run_api_token, "vllm_api_key": settings.vllm_api_key}
+        variables = UNBUFFERED | secret_variables(**keys)
+    return Service(
+        name=TRAINER,
+        role=TRAINS,
+        command=module(MODULES[TRAINER], *words_of(TRAINER, values)),
+        healthy=lambda: probe.trainer_is_registered(places.run_api_url),
+        deadline_s=deadline_s,
+        deadline_option="--start-deadline-s",
+        environment=variables
+        | places.environment
+        | _weights_address(settings, places)
+        | url_variables(VIEWS[TRAINER], values),
+        may_finish=True,
+        # In some modes grpo starts a server itself if nothing listens yet.
+        may_start=lambda: _accept_connections(places.run_api_url, *map(url, places.server_ports)),
+    )
+
+
+def _environment(settings: RunSettings, places: Places, probe: HealthProbe, task: str) -> Service:
+    name, values = name_of_task(task), environment_values(settings, places, task)
+    data = settings.data
+    is_on_hub = task != "arithmetic" and data and not Path(data).expanduser().exists()
+    return Service(
+        name=environment_name(settings, task),
+        role=f"asks for completions of {name} and grades them",
+        command=module(MODULES[ENVIRONMENT], task, "serve", *words_of(ENVIRONMENT, values)),
+        healthy=lambda: probe.has_environment(places.run_api_url, name),
+        deadline_s=settings.sizes.start_deadline_s,
+        deadline_option="--start-deadline-s",
+        environment=child_environment(1, places.model, offline=not is_on_hub)
+        | url_variables(VIEWS[ENVIRONMENT], values)
+        | token_variables(settings)
+        | secret_variables(teacher_api_key=values.get("teacher_api_key")),
+        may_finish=True,  # after the last batch
+        may_start=lambda: _accept_connections(places.run_api_url),
+    )
+
+
+def environment_name(settings: RunSettings, task: str) -> str:
+    return "environment" if len(settings.task) == 1 else f"environment-{name_of_task(task)}"
 
 
 def words_of(service: str, values: Mapping[str, Any]) -> list[str]:
@@ -225,14 +233,6 @@ def _weights_address(settings: RunSettings, places: Places) -> dict[str, str]:
     if settings.servers == 1:
         return {}
     return dict(zip(names, (HOST, str(free_port())), strict=True))
-
-
-def _server_words(
-    settings: RunSettings, places: Places, number: int, health_port: int | None = None
-) -> list[str]:
-    values = server_values(settings, places, number)
-    words = [*vllm_words(settings, places.model), *values.pop("engine_arguments")]
-    return words_of(SERVER, {"health_port": health_port} | values) + words
 
 
 def model_job(model: str, path_file: Path, threads: int) -> Service:
@@ -307,14 +307,13 @@ def problem_of_tasks(settings: RunSettings) -> str | None:
 
 
 def _not_started(settings: RunSettings) -> list[Service]:
-    with HealthProbe() as probe:
-        if not settings.starts_all:
-            places = Places.of(settings, settings.model)
-            return [*servers_of(settings, places, probe), trainer_of(settings, places)]
+    run, redis = None, ""
+    if settings.starts_all:
         run = RunDirectory(settings.resumed or settings.run_dir or RUNS / "new")
         redis = redis_url(free_port())
-        places = Places.of(settings, settings.model, Path("weights.sock"), run, redis, free_port)
-        return ServiceFactory(settings, run, probe).services(places)
+    places = Places.of(settings, settings.model, Path("weights.sock"), run, redis, free_port)
+    with HealthProbe() as probe:
+        return services_of(settings, places, probe)
 
 
 def _shown(service: Service) -> str:
@@ -324,47 +323,6 @@ def _shown(service: Service) -> str:
         if name in service.environment
     ]
     return shlex.join([*urls, *without_secrets(service.command)[0]])
-
-
-def servers_of(settings: RunSettings, places: Places, probe: HealthProbe) -> list[Service]:
-    """The servers of a run whose run-api and environments run already."""
-    threads = {"OMP_NUM_THREADS": str(settings.server_threads)} if settings.servers > 1 else {}
-    return [
-        Service(
-            name=places.server_names[number],
-            role=SAMPLES,
-            command=module(MODULES[SERVER], *_server_words(settings, places, number)),
-            healthy=partial(probe.responds, settings.url_of(port)),
-            deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
-            deadline_option="--server-deadline-s",
-            environment=UNBUFFERED
-            | threads
-            | places.environment
-            | secret_variables(run_api_token=settings.run_api_token, vllm_api_key=settings.api_key),
-            group=SERVER,
-        )
-        for number, port in enumerate(places.server_ports)
-    ]
-
-
-def trainer_of(settings: RunSettings, places: Places) -> Service:
-    """The trainer of a run whose run-api and environments run already."""
-    values = trainer_values(settings, places)
-    return Service(
-        name=TRAINER,
-        role=TRAINS,
-        command=module(MODULES[TRAINER], *words_of(TRAINER, values)),
-        healthy=lambda: True,
-        deadline_s=settings.server_deadline_s or PAIR_DEADLINE_S,
-        environment=UNBUFFERED
-        | places.environment
-        | _weights_address(settings, places)
-        | url_variables(VIEWS[TRAINER], values)
-        | secret_variables(
-            run_api_token=settings.run_api_token, vllm_api_key=settings.vllm_api_key
-        ),
-        may_finish=True,
-    )
 
 
 def _accept_connections(*urls: str) -> bool:

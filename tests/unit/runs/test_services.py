@@ -24,20 +24,30 @@ from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, StopRequest
 from grpo_runs.run_directory import RunDirectory
-from grpo_runs.services import MODULES, ServiceFactory, command_lines
+from grpo_runs.services import MODULES, command_lines, services_of
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
 from grpo_runs.settings.views import Places
 from tests.unit.runs.stand_ins import Shown
 
 REDIS_URL = "redis://:a-secret@127.0.0.1:2/0"
-FactoryOf = Callable[[RunSettings], ServiceFactory]
+ServicesOf = Callable[..., dict[str, Service]]
 
 
 @pytest.fixture
-def factory_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FactoryOf]:
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HealthProbe]:
     monkeypatch.chdir(tmp_path)
     with HealthProbe() as probe:
-        yield lambda settings: ServiceFactory(settings, RunDirectory(tmp_path), probe)
+        yield probe
+
+
+@pytest.fixture
+def services(probe: HealthProbe) -> ServicesOf:
+    """The services of a run by name, at `places()` or others."""
+
+    def found(settings: RunSettings, here: Places | None = None) -> dict[str, Service]:
+        return {one.name: one for one in services_of(settings, here or places(), probe)}
+
+    return found
 
 
 def load(*words: str) -> RunSettings:
@@ -50,41 +60,41 @@ def places(api_port: int = 1, *server_ports: int) -> Places:
     return replace(known, run_api_url=run_api_url, server_ports=server_ports or [3])
 
 
-def test_trainer_and_environment_start_once_they_can_connect(factory_of: FactoryOf) -> None:
+def test_trainer_and_environment_start_once_they_can_connect(services: ServicesOf) -> None:
     with socket.create_server(("127.0.0.1", 0)) as run_api:
-        factory, api_port = factory_of(load("--mode", "none")), run_api.getsockname()[1]
         server_port = free_port()
-        trainer = factory.trainer(places(api_port, server_port))
-        assert not trainer.may_start()
-        assert factory.environment("arithmetic", places(api_port)).may_start()
+        here = places(run_api.getsockname()[1], server_port)
+        found = services(load("--mode", "none"), here)
+        assert not found["trainer"].may_start()
+        assert found["environment"].may_start()
         with socket.create_server(("127.0.0.1", server_port)):
-            assert trainer.may_start()
-    assert not factory.environment("arithmetic", places(api_port)).may_start()
+            assert found["trainer"].may_start()
+    assert not found["environment"].may_start()
 
 
-def test_each_process_serves_its_metrics_on_a_port_of_its_own(factory_of: FactoryOf) -> None:
+def test_each_process_serves_its_metrics_on_a_port_of_its_own(services: ServicesOf) -> None:
     tasks = ("arithmetic", "my.py:reward")
-    factory = factory_of(load("--task", ",".join(tasks), "--metrics-port", "9100"))
-    found = factory.trainer(places()), *(factory.environment(t, places()) for t in tasks)
-    ports = [s.command[s.command.index("--metrics-port") + 1] for s in found]
+    found = services(load("--task", ",".join(tasks), "--metrics-port", "9100"))
+    names = ("trainer", "environment-arithmetic", "environment-my")
+    ports = [value_of("--metrics-port", [*found[name].command]) for name in names]
     assert ports == ["9100", "9101", "9102"]
 
 
-def test_each_environment_with_a_curriculum_keeps_it_in_the_run(factory_of: FactoryOf) -> None:
+def test_each_environment_with_a_curriculum_keeps_it_in_the_run(services: ServicesOf) -> None:
     tasks = ("arithmetic", "my.py:reward")
-    factory = factory_of(load("--task", ",".join(tasks), "--curriculum", "learnable"))
-    found = [[*factory.environment(task, places()).command] for task in tasks]
-    kept = [value_of("--curriculum-dir", line) for line in found]
+    found = services(load("--task", ",".join(tasks), "--curriculum", "learnable"))
+    lines = [[*found[f"environment-{name}"].command] for name in ("arithmetic", "my")]
+    kept = [value_of("--curriculum-dir", line) for line in lines]
     assert kept == ["curriculum/arithmetic", "curriculum/my"]
-    plain = factory_of(load("--curriculum", "uniform")).environment("arithmetic", places())
+    plain = services(load("--curriculum", "uniform"))["environment"]
     assert "--curriculum-dir" not in plain.command
 
 
 @pytest.mark.parametrize(("words", "given"), [([], False), (["--resume", "run"], True)])
 def test_an_environment_of_a_resumed_run_knows_its_last_step(
-    factory_of: FactoryOf, words: list[str], given: bool
+    services: ServicesOf, words: list[str], given: bool
 ) -> None:
-    environment = factory_of(load(*words)).environment("arithmetic", places())
+    environment = services(load(*words))["environment"]
     assert ("--steps" in environment.command) is given
 
 
@@ -98,17 +108,17 @@ def test_an_environment_of_a_resumed_run_knows_its_last_step(
     ],
 )
 def test_each_task_has_its_own_longest_completion(
-    factory_of: FactoryOf, words: list[str], limits: dict[str, str | None]
+    services: ServicesOf, words: list[str], limits: dict[str, str | None]
 ) -> None:
-    settings = load(*words)
+    found = [[*service.command] for service in services(load(*words)).values()]
+    environments = {line[3]: line for line in found if line[2] == "grpo_env"}
     for task, limit in limits.items():
-        command = [*factory_of(settings).environment(task, places()).command]
-        assert value_of("--max-completion-tokens", command) == limit
+        assert value_of("--max-completion-tokens", environments[task]) == limit
 
 
-def test_one_token_reaches_every_service_and_no_command_line(factory_of: FactoryOf) -> None:
+def test_one_token_reaches_every_service_and_no_command_line(services: ServicesOf) -> None:
     settings = load("--run-api-token", "a-secret")
-    clients = factory_of(settings).services(places())
+    clients = services(settings).values()
     for variable in ("RUN_API_TOKEN", "VLLM_API_KEY"):
         assert [service.environment[variable] for service in clients] == ["a-secret"] * 4
     assert not [word for service in clients for word in service.command if "secret" in word]
@@ -121,7 +131,7 @@ def test_one_token_reaches_every_service_and_no_command_line(factory_of: Factory
 def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    factory_of: FactoryOf,
+    probe: HealthProbe,
     words: list[str],
     flags: list[str],
 ) -> None:
@@ -133,9 +143,9 @@ def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets
             Path(started["model"].command[-1]).write_text(str(tmp_path))
 
     monkeypatch.setattr(demo, "start_on_screen", start)
-    factory = factory_of(load(*words))
+    run, socket_path = RunDirectory(tmp_path), tmp_path / "weights.sock"
     with StopRequest() as request, Stack(tmp_path / "logs", request) as stack:
-        demo.start_services(factory, stack, Shown(), tmp_path / "weights.sock")
+        demo.start_services(load(*words), run, probe, stack, Shown(), socket_path)
     job = started["model"]
     assert job.command[1:-1] == ["-m", "grpo_tiny_model", *flags, "--path-file"]
     assert job.may_finish
@@ -209,10 +219,10 @@ def test_a_dry_run_prints_the_command_lines_without_secrets(
 
 
 def test_several_servers_have_names_ports_and_their_share_of_the_threads(
-    factory_of: FactoryOf,
+    services: ServicesOf,
 ) -> None:
     settings = load("--mode", "none", "--servers", "3", "--compute-threads", "7")
-    found = factory_of(settings).services(places(1, 11, 12, 13))
+    found = [*services(settings, places(1, 11, 12, 13)).values()]
     servers = [service for service in found if service.name.startswith("server-")]
     lines = [[*server.command] for server in servers]
     assert [server.name for server in servers] == ["server-0", "server-1", "server-2"]
@@ -283,23 +293,20 @@ IN_EVERY_MODE = flags(
     ],
 )
 def test_each_mode_tells_server_and_trainer_what_it_needs_and_no_secret(
-    factory_of: FactoryOf, mode: str, server: set[str], trainer: set[str]
+    services: ServicesOf, mode: str, server: set[str], trainer: set[str]
 ) -> None:
-    factory = factory_of(load("--mode", mode))
-    pair = (factory.vllm_server(places()), factory.trainer(places()))
+    found = services(load("--mode", mode))
+    pair = (found["vllm-server"], found["trainer"])
     for service, expected in zip(pair, (server | {"--run-id"}, trainer), strict=True):
         assert IN_EVERY_MODE.intersection(service.command) == expected
         assert service.environment["REDIS_URL"] == REDIS_URL
         assert not [word for word in service.command if "secret" in word]
 
 
-def test_rank_cadence_and_directory_are_the_same_on_both_sides(factory_of: FactoryOf) -> None:
+def test_rank_cadence_and_directory_are_the_same_on_both_sides(services: ServicesOf) -> None:
     words = "--mode lora_restart --lora-r 20 --vllm-restart-interval 7"
-    factory = factory_of(load(*words.split(), "--lora-target-modules", "q_proj", "v_proj"))
-    server, trainer = (
-        [*factory.vllm_server(places()).command],
-        [*factory.trainer(places()).command],
-    )
+    found = services(load(*words.split(), "--lora-target-modules", "q_proj", "v_proj"))
+    server, trainer = ([*found[name].command] for name in ("vllm-server", "trainer"))
     assert value_of("--max-lora-rank", server) == "32"
     assert value_of("--lora-r", trainer) == "20"
     assert value_of("--vllm-restart-interval", trainer) == "7"
@@ -318,13 +325,11 @@ queue: {max-staleness: 4, max-queued-groups: 50}
 
 
 def test_a_file_of_sections_reaches_the_services_that_read_them(
-    factory_of: FactoryOf, tmp_path: Path
+    services: ServicesOf, tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text(FILE)
     settings = load_settings(RunSettings, ["--config", "run.yaml", "--optim.lr", "2e-3"], {})
-    run_api, server, trainer, env = (
-        [*service.command] for service in factory_of(settings).services(places())
-    )
+    run_api, server, trainer, env = ([*service.command] for service in services(settings).values())
     assert value_of("--max-queued-groups", run_api) == "50"
     assert server[-2:] == ["--block-size=32", "--enable-prefix-caching"]
     assert [value_of(f"--{name}", trainer) for name in ("lr", "adam-beta2", "max-staleness")] == [
@@ -425,15 +430,15 @@ def test_the_limit_of_a_model_is_read_from_its_configuration(
 
 @pytest.mark.parametrize(("named", "model"), [("tiny", "m"), (".", ".")])
 def test_a_named_teacher_gets_a_server_of_its_own_that_the_environment_asks(
-    factory_of: FactoryOf, named: str, model: str
+    services: ServicesOf, named: str, model: str
 ) -> None:
     """The model that the run makes is that of `places`."""
     settings = load(
         *("--objective", "distill", "--teacher.model", named, "--run-api-token", "a-secret")
     )
     here = replace(places(), teacher_port=7)
-    started = {service.name: service for service in factory_of(settings).services(here)}
-    teacher, environment = (started[name] for name in ("teacher", "environment"))
+    found = services(settings, here)
+    teacher, environment = (found[name] for name in ("teacher", "environment"))
     assert value_of("--model", [*teacher.command]) == model
     assert value_of("--port", [*teacher.command]) == "7"
     assert teacher.environment["REDIS_URL"] == "none"
@@ -443,5 +448,4 @@ def test_a_named_teacher_gets_a_server_of_its_own_that_the_environment_asks(
     elsewhere = load(
         *("--distill-coef", "1", "--teacher-model", named, "--teacher.url", "http://host:1")
     )
-    names = [service.name for service in factory_of(elsewhere).services(places())]
-    assert names == ["run-api", "vllm-server", "trainer", "environment"]
+    assert [*services(elsewhere)] == ["run-api", "vllm-server", "trainer", "environment"]

@@ -57,10 +57,12 @@ from grpo_runs.run_directory import RunDirectory, create_run_directory
 from grpo_runs.screen import Screen
 from grpo_runs.services import (
     MODEL_PATH_FILE,
-    ServiceFactory,
+    environment_name,
     make_weights_directory,
     model_job,
+    redis_of,
     redis_url,
+    services_of,
     weights_socket_path,
 )
 from grpo_runs.settings.run import RunSettings
@@ -194,10 +196,11 @@ def _train(
         HealthProbe(plain(settings.run_api_token)) as probe,
         Stack(run.logs, stop_request, watch) as stack,
     ):
-        factory = ServiceFactory(settings, run, probe)
         try:
-            places = start_services(factory, stack, screen, weights_socket_path(temporary))
-            names = [factory.environment_name(task) for task in settings.task]
+            places = start_services(
+                settings, run, probe, stack, screen, weights_socket_path(temporary)
+            )
+            names = [environment_name(settings, task) for task in settings.task]
             notices.watch(places.run_api_url)
             processes.found_run_api(places.run_api_url)
             if settings.evaluates_every and not done:
@@ -255,7 +258,12 @@ def opening_lines(settings: RunSettings, run: RunDirectory, done: int) -> list[s
 
 
 def start_services(
-    factory: ServiceFactory, stack: Stack, screen: Screen, weights_socket: Path
+    settings: RunSettings,
+    run: RunDirectory,
+    probe: HealthProbe,
+    stack: Stack,
+    screen: Screen,
+    weights_socket: Path,
 ) -> Places:
     """Start the services, each on a port of its own, and wait until all are ready.
 
@@ -266,17 +274,16 @@ def start_services(
         ProcessFailed: one of them did not become ready.
         StopRequested: a stop signal arrived.
     """
-    settings, run = factory.settings, factory.run
     redis_port = free_port()
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     path_file, jobs = run.path / MODEL_PATH_FILE, []
     if settings.model in MADE_HERE:
         jobs = [model_job(settings.model, path_file, 2 * settings.compute_threads)]
-    start_on_screen(stack, [factory.redis(redis_port), *jobs], screen)
+    start_on_screen(stack, [redis_of(run, redis_port), *jobs], screen)
     model = path_file.read_text().strip() if jobs else settings.model
     places = Places.of(settings, model, weights_socket, run, url, free_port)
     make_weights_directory(settings, places)
-    start_on_screen(stack, factory.services(places), screen)
+    start_on_screen(stack, services_of(settings, places, probe), screen)
     return places
 
 

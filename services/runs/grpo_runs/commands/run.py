@@ -27,7 +27,7 @@ from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.services import (
     make_model,
     make_weights_directory,
-    servers_of,
+    server_of,
     trainer_of,
     weights_socket_path,
 )
@@ -79,7 +79,8 @@ def start_together(settings: RunSettings, screen: Screen) -> int:
             make_weights_directory(settings, places)
             if settings.may_start_redis:
                 resources.enter_context(LocalRedis(local_redis_directory()))
-            start_on_screen(stack, servers_of(settings, places, probe), screen)
+            servers = [server_of(settings, places, probe, n) for n in range(settings.servers)]
+            start_on_screen(stack, servers, screen)
         except StopRequested as stopped:
             screen.failure(f"{stopped} before the trainer was started")
             return stopped.exit_status
@@ -94,7 +95,7 @@ def start_together(settings: RunSettings, screen: Screen) -> int:
 
         try:
             with screen.waiting(news.waited_for):
-                code = stack.join([trainer_of(settings, places)], show_log)[TRAINER]
+                code = stack.join([trainer_of(settings, places, probe)], show_log)[TRAINER]
         except StopRequested:
             code = _pass_on(stop_request, stack.process(TRAINER), settings.stop_grace_s)
             show_log()
