@@ -235,12 +235,13 @@ def distributions(first: Records, second: Records) -> Iterator[str]:
     yield _table_line("", TITLES)
     sides = [[_values(record) for record in records] for records in (first, second)]
     for name in dict.fromkeys(name for values in (*sides[0], *sides[1]) for name in values):
+        title = name
         for records, side in zip((first, second), sides, strict=True):
             found = [values[name] for values in side if name in values]
             if found:
                 cells = [f"{records[0].step}", f"{len(found)}", *map(number, _summary(found))]
-                yield _table_line(name, cells)
-                name = ""
+                yield _table_line(title, cells)
+                title = ""
 
 
 def _values(record: RolloutRecord) -> dict[str, float]:
