@@ -250,8 +250,10 @@ def table(checked: Sequence[Checked]) -> list[str]:
     for entry in checked:
         if entry.item is not shown:
             shown = entry.item
-            prompt = shown.messages[-1]["content"]
-            lines += ["", f"prompt: {_short(prompt, _WIDTH - 8)}"]
+            prompt = repr(shown.messages[-1]["content"])
+            most = _WIDTH - len("prompt: ")
+            short = prompt if len(prompt) <= most else prompt[: most - 3] + "..."
+            lines += ["", f"prompt: {short}"]
         lines += _entry(entry)
     return [printable(line) for line in lines[1:]]
 
@@ -271,8 +273,3 @@ def _entry(entry: Checked) -> list[str]:
         details = "  ".join(f"{name} {value:g}" for name, value in entry.grade.parts.items())
         details += f"  ({entry.grade.reason})" if entry.grade.reason else ""
     return [f"{head}  {answer}".rstrip(), f"                {details}", *whole]
-
-
-def _short(text: str, width: int) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= width else shown[: width - 3] + "..."

@@ -136,7 +136,16 @@ async def evaluate(
                 sampled = SampledGroup(lost=GroupLost(FailureReason.UNAVAILABLE, str(error)))
             seen(item, sampled)
         if len(sampled.grades) == plan.group_size:
-            found.append(_graded(item, sampled))
+            found.append(
+                EvalItem.graded(
+                    task=task.name,
+                    item=item.key,
+                    rewards=[grade.score for grade in sampled.grades],
+                    parts=[grade.parts for grade in sampled.grades],
+                    lengths=sampled.completion_lengths,
+                    truncated=[not answer.finished for answer in sampled.answers],
+                )
+            )
             versions.extend(sampled.policy_versions)
             return
         assert sampled.lost is not None
@@ -166,17 +175,6 @@ async def evaluate(
         left_out=left_out,
         last_failure=detail,
         seed=evaluation.seed,
-    )
-
-
-def _graded(item: Item, sampled: SampledGroup) -> EvalItem:
-    return EvalItem.graded(
-        task=item.task.name,
-        item=item.key,
-        rewards=[grade.score for grade in sampled.grades],
-        parts=[grade.parts for grade in sampled.grades],
-        lengths=sampled.completion_lengths,
-        truncated=[not answer.finished for answer in sampled.answers],
     )
 
 

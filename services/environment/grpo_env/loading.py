@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from grpo_core.errors import GrpoError
@@ -55,29 +54,29 @@ def short_name(task: str) -> str:
 
 def problem_of(task: str) -> str | None:
     """Why there cannot be such a task; None if there may be one."""
-    source, colon, attribute = task.partition(":")
+    source, colon, _ = task.partition(":")
     if source.endswith(".py"):
-        return problem_of_file(Path(source).expanduser(), attribute or DEFAULT_FUNCTION)
+        return problem_of_function(task, DEFAULT_FUNCTION)
     if colon or task in (*BUILT_IN, AGENT, MIXTURE):
         return None
     installed = [point.name for point in entry_points(group=ENTRY_POINTS)]
     return None if task in installed else _no_such_task(task, installed)
 
 
-def problem_of_rule(curriculum: str) -> str | None:
-    """Why there cannot be such a rule in a file; None if there may be one."""
-    source, _, attribute = curriculum.partition(":")
-    if not source.endswith(".py"):
-        return None
-    return problem_of_file(Path(source).expanduser(), attribute or DEFAULT_RULE)
-
-
 def problem_of_agent(name: str) -> str | None:
     """Why there cannot be such a function; None if there may be one."""
+    if ":" in name or name.endswith(".py"):
+        return problem_of_function(name, AGENT_FUNCTION)
+    return f"no function {name!r}; expected a file such as my.py:agent"
+
+
+def problem_of_function(name: str, default: str) -> str | None:
+    """Why the file of `my.py:name` cannot have such a function; None if it may, or names no file.
+    Args: default: for `my.py`"""
     source, _, attribute = name.partition(":")
-    if source.endswith(".py"):
-        return problem_of_file(Path(source).expanduser(), attribute or AGENT_FUNCTION)
-    return None if attribute else f"no function {name!r}; expected a file such as my.py:agent"
+    if not source.endswith(".py"):
+        return None
+    return problem_of_file(Path(source).expanduser(), attribute or default)
 
 
 def _no_such_task(name: str, installed: Iterable[str]) -> str:
@@ -218,9 +217,19 @@ def _agent_function(name: str) -> Callable[..., Any]:
 def _named(name: str, default: str) -> Any:
     """What `my.py:reward` or `package.module:reward` names. Raises `TaskUnusable`."""
     source, _, attribute = name.partition(":")
+    attribute, path = attribute or default, Path(source).expanduser()
     is_file = source.endswith(".py")
-    module = _load_file(Path(source).expanduser()) if is_file else _load_module(source)
-    attribute = attribute or default
+    if is_file and not path.is_file():
+        raise TaskUnusable(f"{path}: no such file")
+    try:
+        if is_file:  # a file math.py must not take the place of Python's module
+            module = load_file(path, f"grpo_task_{path.stem}")
+        else:
+            sys.path.insert(0, "")  # the directory that the command is started in
+            module = importlib.import_module(source)
+    except (Exception, SystemExit) as error:
+        what = f"{path} cannot be loaded" if is_file else f"the module {source} cannot be imported"
+        raise TaskUnusable(f"{what}: {where(error)}") from error
     found = getattr(module, attribute, None)
     if found is None:
         offered = [
@@ -257,24 +266,6 @@ def _task_of(found: Any, attribute: str, stem: str, source: str) -> Make:
             f"{source}{line}: {attribute} cannot be called as {attribute}(answer, row): {error}"
         ) from error
     return lambda options: FunctionTask(stem, found, options)
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise TaskUnusable(f"{path}: no such file")
-    name = f"grpo_task_{path.stem}"  # a file math.py must not take the place of Python's module
-    try:
-        return load_file(path, name)
-    except (Exception, SystemExit) as error:
-        raise TaskUnusable(f"{path} cannot be loaded: {where(error)}") from error
-
-
-def _load_module(name: str) -> ModuleType:
-    sys.path.insert(0, "")  # the directory that the command is started in
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise TaskUnusable(f"the module {name} cannot be imported: {where(error)}") from error
 
 
 def _installed(name: str) -> Make:

@@ -14,14 +14,19 @@ class EnvServerSettings(EnvironmentOptions):
 
     def start_mistakes(self) -> Iterator[Mistake]:
         # The tasks; a mistyped option needs none of them.
-        from grpo_env.loading import problem_of, problem_of_agent, problem_of_rule
+        from grpo_env.loading import (
+            DEFAULT_RULE,
+            problem_of,
+            problem_of_agent,
+            problem_of_function,
+        )
         from grpo_env.sandbox import SandboxUnusable, sandbox_of
         from grpo_env.sandbox.code import AUTO
 
         for task in [part.task for part in self.mixture] or [self.task]:
             if problem := problem_of(task):
                 yield Mistake("task", problem)
-        if problem := problem_of_rule(self.curriculum):
+        if problem := problem_of_function(self.curriculum, DEFAULT_RULE):
             yield Mistake("curriculum", problem)
         if self.reward and (problem := problem_of(self.reward)):
             yield Mistake("reward", problem)

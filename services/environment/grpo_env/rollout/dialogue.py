@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +81,12 @@ class RecordedDialogue:
         prompt_ids = turn.prompt_ids
         most = self._plan.completion_limit(self._task, self._room(len(prompt_ids)))
         limit = min(max_tokens or most, most)
-        with _answering(turn.sequence):
+        turn.sequence.is_answered = False
+        try:
             sampling = self._plan.sampling(limit, stop)
             [completion] = await complete(self._generate, prompt_ids, 1, sampling, self._home)
+        finally:
+            turn.sequence.is_answered = True
         return self._record(turn, completion, limit)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> int:
@@ -206,13 +208,3 @@ def _add_answer(sequence: TrainingSequence, completion: Completion) -> Sequence[
     sequence.add_completion(completion)
     sequence.end_answer()
     return begun
-
-
-@contextmanager
-def _answering(sequence: TrainingSequence) -> Iterator[None]:
-    """Meanwhile, calls that continue the same sequence begin sequences of their own."""
-    sequence.is_answered = False
-    try:
-        yield
-    finally:
-        sequence.is_answered = True

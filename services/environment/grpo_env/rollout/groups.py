@@ -138,7 +138,7 @@ class TrainingSequence:
     prompt, prompt_tokens: what the chat template got first, and the tokens that it made of it.
     tools: those that the prompt shows.
     answers: where each answer of the policy ends, so that other messages can follow it.
-    is_answered: False while the policy answers.
+    is_answered: False while the policy answers: a call that continues it begins another sequence.
     teacher_logprobs: [T] None where nothing was sampled; empty without a teacher.
     """
 

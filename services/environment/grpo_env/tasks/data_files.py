@@ -122,8 +122,9 @@ def _file_records(path: Path) -> Iterator[Record]:
         return _numbered(f"{path} row", rows)
     text = _text(path)
     if name.endswith((".csv", ".tsv")):
-        separator = "\t" if name.endswith(".tsv") else _separator(text)
-        return _csv_records(path, text, separator)
+        names = text.partition("\n")[0]  # a comma, or what they have instead of it
+        separator = next((one for one in ",;\t" if one in names), ",")
+        return _csv_records(path, text, "\t" if name.endswith(".tsv") else separator)
     if name.endswith(".json") and text.lstrip().startswith("["):
         try:
             return _numbered(f"{path} row", json.loads(text))
@@ -141,12 +142,6 @@ def _text(path: Path) -> str:
         return content.decode("utf-8-sig")  # also without a byte-order mark
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataUnusable(f"cannot read {path}: {error}") from error
-
-
-def _separator(text: str) -> str:
-    """The comma, or what the first line has instead of it."""
-    names = text.partition("\n")[0]
-    return next((separator for separator in ",;\t" if separator in names), ",")
 
 
 def _csv_records(path: Path, text: str, separator: str) -> Iterator[Record]:

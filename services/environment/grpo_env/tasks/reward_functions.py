@@ -22,12 +22,9 @@ def _prompt(row: Row) -> Any:
     return next((row[name] for name in PROMPT_COLUMNS if row.get(name) is not None), None)
 
 
-def _has_messages(row: Row) -> bool:
-    return not isinstance(_prompt(row), str)
-
-
 def as_reward(
-    function: Callable[..., Any], is_chat: Callable[[Row], bool] = _has_messages
+    function: Callable[..., Any],
+    is_chat: Callable[[Row], bool] = lambda row: not isinstance(_prompt(row), str),
 ) -> RewardFunction:
     """The function itself, unless its parameters say that it was written for TRL
     (`completions`, `completion_ids`) or for verl (`solution_str`). Args: is_chat: as `from_trl`"""
@@ -105,10 +102,12 @@ def from_verl(function: Callable[..., Any]) -> RewardFunction:
     extra_info)`, which returns a number or a dict with the key `score`."""
 
     def reward(answer: Answer, row: Row) -> Any:
+        nested = row.get("reward_model")
+        found = nested.get("ground_truth") if isinstance(nested, Mapping) else None
         values = {
             "data_source": row.get("data_source"),
             "solution_str": str(answer),
-            "ground_truth": _ground_truth(row),
+            "ground_truth": row.get("answer") if found is None else found,
             "extra_info": row.get("extra_info"),
         }
         return _then(function(**_known(function, values)), _scored)
@@ -143,12 +142,6 @@ def _then(value: Any, convert: Callable[[Any], Any]) -> Any:
         return convert(await value)
 
     return awaited()
-
-
-def _ground_truth(row: Row) -> Any:
-    nested = row.get("reward_model")
-    found = nested.get("ground_truth") if isinstance(nested, Mapping) else None
-    return row.get("answer") if found is None else found
 
 
 def _scored(value: Any) -> Any:

@@ -9,8 +9,8 @@ import difflib
 import itertools
 import json
 import math
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -115,13 +115,8 @@ def _shortest(value: float | Decimal) -> str:
     0.10000000149011612."""
     if isinstance(value, float) and len(text := repr(value)) > _LONGEST_WRITTEN_CHARS:
         short = (f"{value:.{digits}g}" for digits in range(6, 10))
-        return next((one for one in short if _float32(one) == value), text)
+        return next((one for one in short if c_float(float(one)).value == value), text)
     return str(value)
-
-
-def _float32(text: str) -> float:
-    number: float = struct.unpack("f", struct.pack("f", float(text)))[0]
-    return number
 
 
 def problem_text(row: Row, columns: Sequence[str] = PROBLEM_COLUMNS) -> str:
@@ -198,8 +193,11 @@ def rows_of(
     data, name = options.data, split
     if split == "test" and options.eval_data is not None:
         data, name = options.eval_data, "train" if _has_one_split(options.eval_data) else "test"
-    elif split == "test" and (_has_one_split(data) or _has_training_rows_only(data)):
-        return None
+    elif split == "test":
+        path = Path(data).expanduser()
+        has_no_test = (path / "train.jsonl").is_file() and not (path / "test.jsonl").is_file()
+        if has_no_test or _has_one_split(data):
+            return None
     try:
         records, source = read_records(data, options.data_config, name)
         return checked_rows(records, source, options.columns, convert)
@@ -207,11 +205,6 @@ def rows_of(
         if split == "test" and options.eval_data is None:
             return None
         raise
-
-
-def _has_training_rows_only(data: str) -> bool:
-    path = Path(data).expanduser()
-    return (path / "train.jsonl").is_file() and not (path / "test.jsonl").is_file()
 
 
 def _has_one_split(data: str) -> bool:
@@ -416,12 +409,10 @@ def _listed(value: Any, is_talk: bool = False) -> Any:
     except (ValueError, RecursionError):
         return value
     are_objects = all(isinstance(one, dict) for one in found)
-    is_wanted = are_objects and (not is_talk or (found and all(map(_is_message, found))))
-    return found if is_wanted else value
-
-
-def _is_message(value: Mapping[str, Any]) -> bool:
-    return "role" in value and ("content" in value or "tool_calls" in value)
+    if is_talk and are_objects:
+        are_messages = ("role" in m and ("content" in m or "tool_calls" in m) for m in found)
+        return found if found and all(are_messages) else value
+    return found if are_objects else value
 
 
 def _without_nulls(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
@@ -213,19 +213,17 @@ def _of_mistral(text: str, _is_text: IsText) -> Found | None:
         before, behind = "", text
         if not (text.lstrip().startswith('[{"name"') or _NAME.match(text)):
             return None
-    return len(before), [*_mistral_calls(behind)]
-
-
-def _mistral_calls(text: str) -> Iterator[ToolCall]:
-    for part in text.split(_CALLS):
+    calls: list[ToolCall] = []
+    for part in behind.split(_CALLS):
         named = _NAME.match(part)
         try:
             values, _ = _values(part, named.end() if named else 0, ",")
         except (ValueError, RecursionError):
-            yield ToolCall(error="the call is not JSON")
+            calls.append(ToolCall(error="the call is not JSON"))
             continue
-        for value in values:
-            yield _of_json({"name": named[1], "arguments": value} if named else value)
+        wrapped = [{"name": named[1], "arguments": v} for v in values] if named else values
+        calls += map(_of_json, wrapped)
+    return len(before), calls
 
 
 _READERS: Mapping[CallFormat, Callable[[str, IsText], Found | None]] = {

@@ -136,7 +136,9 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
     try:
         inspect.signature(tool).bind(**call.arguments)
         call_in_process = CALL_IN_PROCESS.get()
-        if call_in_process is not None and _is_stateless(tool):
+        # A coroutine, a method or a closure needs the state of this process.
+        is_stateless = inspect.isfunction(tool) and not is_coroutine(tool) and not tool.__closure__
+        if call_in_process is not None and is_stateless:
             return str(await call_in_process(call.name, call.arguments))
         if is_coroutine(tool):
             return str(await contained_await(tool(**call.arguments)))
@@ -156,11 +158,6 @@ def _is_text(tools: Sequence[Tool]) -> IsText:
         return text_parameters(tool_schemas(tools))
 
     return lambda *call: of_schemas()(*call)
-
-
-def _is_stateless(tool: Callable[..., Any]) -> bool:
-    """False for a coroutine, a method or a closure, which need the state of this process."""
-    return inspect.isfunction(tool) and not is_coroutine(tool) and tool.__closure__ is None
 
 
 @cache
