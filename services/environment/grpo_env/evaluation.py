@@ -87,11 +87,8 @@ class Evaluation:
         )
 
     def chosen(self, task: Task) -> list[Item]:
-        """The items of a task, the same ones in every evaluation with this seed.
-
-        Raises:
-            DataUnusable: there are no items that training does not use.
-        """
+        """The items of a task, the same ones in every evaluation with this seed. Raises
+        `DataUnusable`: there are no items that training does not use."""
         items = evaluation_items(task)
         if len(items) <= self.items:
             return items
@@ -182,11 +179,7 @@ async def evaluate_once(
     settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
 ) -> None:
     """Print a table for each task, append the results to `--eval-output`, and write a page with
-    answers and their grades.
-
-    Raises:
-        GrpoError: the evaluation cannot be done.
-    """
+    answers and their grades. Raises `GrpoError`: the evaluation cannot be done."""
     evaluation = Evaluation.of(settings)
     chosen = [(task, evaluation.chosen(task)) for task in tasks.tasks]
     output = settings.eval_output or DEFAULT_OUTPUT

@@ -110,11 +110,8 @@ class FunctionTask(Task):
 
 
 def find_rule(curriculum: str) -> Rule | None:
-    """The rule of `--curriculum`; None for the plain order.
-
-    Raises:
-        CurriculumUnusable: there is no such function, or its file cannot be loaded.
-    """
+    """The rule of `--curriculum`; None for the plain order. Raises `CurriculumUnusable`: there is
+    no such function, or its file cannot be loaded."""
     if curriculum in (UNIFORM, LEARNABLE):
         return learnable if curriculum == LEARNABLE else None
     try:
@@ -174,11 +171,8 @@ def _of_bridge(bridge: str, environment: str, options: TaskOptions) -> Task:
 
 
 def verifiers_task(environment: str, options: TaskOptions) -> Task:
-    """The task whose rollouts an environment of verifiers conducts and rates.
-
-    Raises:
-        EnvironmentUnusable: verifiers or the environment is not installed, or cannot be used.
-    """
+    """The task whose rollouts an environment of verifiers conducts and rates. Raises
+    `EnvironmentUnusable`: verifiers or the environment is not installed, or cannot be used."""
     from grpo_env.bridges.verifiers import is_classic
 
     if is_classic(environment, options):

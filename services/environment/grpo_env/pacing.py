@@ -96,11 +96,8 @@ class FailureBudget:
         self._failing_since = None
 
     def failed(self, error: ServiceUnavailable) -> None:
-        """Record a failure.
-
-        Raises:
-            ServiceUnavailable: the service has failed for `deadline_s` seconds without a success.
-        """
+        """Record a failure. Raises `ServiceUnavailable`: the service has failed for `deadline_s`
+        seconds without a success."""
         self._last_failure = self._clock()
         if self._failing_since is None:
             self._failing_since = self._last_failure
@@ -132,11 +129,7 @@ class RefusalLimit:
         self._in_a_row = 0
 
     def refused(self, detail: str) -> None:
-        """Record a refusal.
-
-        Raises:
-            EveryGroupRefused: this was the sixteenth refusal in a row.
-        """
+        """Record a refusal. Raises `EveryGroupRefused`: this was the sixteenth refusal in a row."""
         self._in_a_row += 1
         if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
             raise EveryGroupRefused(
@@ -159,11 +152,8 @@ class StallDetector:
         self._since = clock()
 
     def observe(self, step: int, idle: bool) -> None:
-        """Record the run's current step.
-
-        Raises:
-            NoTrainer: the environment was idle and the step did not change for `deadline_s`.
-        """
+        """Record the run's current step. Raises `NoTrainer`: the environment was idle and the step
+        did not change for `deadline_s`."""
         if step != self._step or not idle:
             self._step, self._since = step, self._clock()
         elif self._clock() - self._since >= self._deadline_s:

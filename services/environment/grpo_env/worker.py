@@ -275,11 +275,8 @@ class Worker:
         return None
 
     async def _retry(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a request to run-api while it fails.
-
-        Raises:
-            ServiceUnavailable: run-api has failed for longer than its deadline.
-        """
+        """Repeat a request to run-api while it fails. Raises `ServiceUnavailable`: run-api has
+        failed for longer than its deadline."""
         while True:
             try:
                 answer = await ask()

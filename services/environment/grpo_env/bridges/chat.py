@@ -235,11 +235,8 @@ class Chat:
 
 
 def plain_message(message: ChatMessage) -> Message:
-    """A message for the chat template, with its content as text and without empty fields.
-
-    Raises:
-        RequestUnusable: the message holds an image or a sound.
-    """
+    """A message for the chat template, with its content as text and without empty fields. Raises
+    `RequestUnusable`: the message holds an image or a sound."""
     # The developer's messages are the system's, under the name that OpenAI's newer models have.
     role = "system" if message["role"] == "developer" else message["role"]
     if not isinstance(role, str):

@@ -175,11 +175,8 @@ def is_argument(text: str) -> bool:
 
 
 def rewards_from(text: str) -> dict[str, float]:
-    """The rewards in `reward.txt` or `reward.json`: a number, or numbers by name.
-
-    Raises:
-        RolloutFailed: it holds something else.
-    """
+    """The rewards in `reward.txt` or `reward.json`: a number, or numbers by name. Raises
+    `RolloutFailed`: it holds something else."""
     try:
         if text.lstrip().startswith("{"):
             return _REWARDS.validate_json(text)

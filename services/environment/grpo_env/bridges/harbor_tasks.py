@@ -121,11 +121,8 @@ class HarborDirectory:
 
 
 def task_directories(directory: Path) -> list[Path]:
-    """The tasks in a directory, or the directory itself if it is one.
-
-    Raises:
-        EnvironmentUnusable: there is none.
-    """
+    """The tasks in a directory, or the directory itself if it is one. Raises `EnvironmentUnusable`:
+    there is none."""
     found = sorted(path.parent for path in directory.expanduser().rglob(CONFIG))
     if not found:
         raise EnvironmentUnusable(

@@ -52,11 +52,8 @@ class OpenEnvTask(EpisodeTask):
         self._local: LocalServer | None = None
 
     def action_of(self, answer: Answer) -> Mapping[str, Any]:
-        """The action that an answer means, as the fields of the environment's action class.
-
-        Raises:
-            ActionInvalid: it means none; the policy reads why.
-        """
+        """The action that an answer means, as the fields of the environment's action class. Raises
+        `ActionInvalid`: it means none; the policy reads why."""
         text = action_text(answer, str(self.arguments["action"]))
         return action_from(text, self._schema["action"])
 
@@ -195,11 +192,8 @@ class _OpenEnvEpisode:
 
 
 def _reward(found: Mapping[str, Any]) -> float:
-    """Of one action: 0 if the environment gives none before the end.
-
-    Raises:
-        RolloutFailed: the last action has none. JSON holds NaN and infinity as none, too.
-    """
+    """Of one action: 0 if the environment gives none before the end. Raises `RolloutFailed`: the
+    last action has none. JSON holds NaN and infinity as none, too."""
     reward = found.get("reward")
     if reward is None and found.get("done"):
         raise RolloutFailed(

@@ -178,10 +178,7 @@ class OpenEnvServer:
 
     def schema(self) -> dict[str, Any]:
         """The JSON schemas of actions, observations and the state. Waits until the server answers.
-
-        Raises:
-            EnvironmentUnusable: it does not answer, or is no server of OpenEnv.
-        """
+        Raises `EnvironmentUnusable`: it does not answer, or is no server of OpenEnv."""
         deadline = time.monotonic() + _START_S
         while True:
             try:

@@ -123,11 +123,8 @@ class ClassicEnvironment(VerifiersTask):
             log.warning("verifiers.sampling_ignored", environment=env_id, names=sorted(ignored))
 
     def rows(self, split: Split) -> Sequence[Row] | None:
-        """The environment's data set; None if it has none for this split.
-
-        Raises:
-            EnvironmentUnusable: there is no data set for training.
-        """
+        """The environment's data set; None if it has none for this split. Raises
+        `EnvironmentUnusable`: there is no data set for training."""
         found = self._env.build_dataset() if split == "train" else self._env.build_eval_dataset()
         if found is None and split == "train":
             raise EnvironmentUnusable(

@@ -80,11 +80,8 @@ class V1Environment(VerifiersTask):
         self._serving = HeldOpen(self._served)
 
     def rows(self, split: Split) -> Sequence[Row] | None:
-        """The tasks, as their data; None for evaluation, because a taskset has no splits.
-
-        Raises:
-            EnvironmentUnusable: there is no end of tasks.
-        """
+        """The tasks, as their data; None for evaluation, because a taskset has no splits. Raises
+        `EnvironmentUnusable`: there is no end of tasks."""
         if split == "test":
             return None
         if not self._taskset.bounded:
@@ -168,11 +165,8 @@ def _config(env_id: str, arguments: Mapping[str, Any]) -> vf.EnvConfig:
 
 
 def _require_permission(env: vf.Env, arguments: Mapping[str, Any]) -> None:
-    """Commands that the model writes run outside a sandbox only if the user asks for it.
-
-    Raises:
-        EnvironmentUnusable: they would, and the user did not.
-    """
+    """Commands that the model writes run outside a sandbox only if the user asks for it. Raises
+    `EnvironmentUnusable`: they would, and the user did not."""
     agents = {name: part for name, part in env.config if isinstance(part, vf.AgentConfig)}
     for name, agent in agents.items():
         harness = env._harnesses[name]

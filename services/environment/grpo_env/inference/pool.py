@@ -233,11 +233,8 @@ class InferencePool(ClosesOnAsyncExit):
         broken: set[PooledServer],
         deadline: Deadline,
     ) -> PooledServer:
-        """The best candidate. Waits until there is one.
-
-        Raises:
-            ServiceUnavailable: there was none within the deadline.
-        """
+        """The best candidate. Waits until there is one. Raises `ServiceUnavailable`: there was none
+        within the deadline."""
         assert self._tending, "enter the pool with `async with` first"
         while not deadline.has_passed:
             if self._unusable is not None:

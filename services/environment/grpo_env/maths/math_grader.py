@@ -51,10 +51,7 @@ class MathProcess:
 
     def works(self) -> bool:
         """Wait until the process has imported `math-verify`. False if it finds that 2 is not 2.
-
-        Raises:
-            TimeoutError, ChildProcessError: the process does not start.
-        """
+        Raises `TimeoutError`, `ChildProcessError`: the process does not start."""
         if self._verdict_on_2_and_2 is None:
             self._verdict_on_2_and_2 = self._receive(_START_DEADLINE_S)
         return self._verdict_on_2_and_2

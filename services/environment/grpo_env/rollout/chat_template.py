@@ -119,11 +119,8 @@ class ChatTemplate:
         return format_of(str(self.tokenizer.chat_template))
 
     def require_tools(self, task: str, tool: Mapping[str, Any]) -> None:
-        """Check that the model sees the tools and their answers.
-
-        Raises:
-            TokenizerUnusable: the template leaves one of them out, or cannot render it.
-        """
+        """Check that the model sees the tools and their answers. Raises `TokenizerUnusable`: the
+        template leaves one of them out, or cannot render it."""
         name = (tool.get("function") or tool).get("name", "")
         if name in self._shown_tools:
             return

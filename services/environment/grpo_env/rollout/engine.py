@@ -108,21 +108,15 @@ class RolloutEngine:
         return SampledGroup(answers, sequences, graded, group, dropped)
 
     async def sample_plainly(self, prompt_ids: list[int], max_tokens: int) -> Completion:
-        """One completion at temperature 1, for a check of the served weights.
-
-        Raises:
-            RequestRefused, ServiceUnavailable, ProtocolViolation: the server's answer.
-        """
+        """One completion at temperature 1, for a check of the served weights. Raises
+        `RequestRefused`, `ServiceUnavailable`, `ProtocolViolation`: the server's answer."""
         answer = await self._generate(prompt_ids, n=1, max_tokens=max_tokens, temperature=1.0)
         (completion,) = answer.completions()
         return completion
 
     async def sample(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
-        """The rollouts of one group and their grades, usable or not.
-
-        Raises:
-            GroupLost: the group could not be sampled.
-        """
+        """The rollouts of one group and their grades, usable or not. Raises `GroupLost`: the group
+        could not be sampled."""
         task = item.task
         if task.drives_itself:
             return await self._self_driven(item, plan)

@@ -112,10 +112,7 @@ class Grader:
 
     async def grade_all(self, item: Item, answers: Sequence[Answer]) -> list[Grade | Ungraded]:
         """One entry for each answer, in order. An answer that cannot be graded never gets a score.
-
-        Raises:
-            UnknownRewardPart: a weight names a part that no reward has returned so far.
-        """
+        Raises `UnknownRewardPart`: a weight names a part that no reward has returned so far."""
         graded, task = (self._call(item, answer) for answer in answers), item.task
         if task.blocks or task.has_async_reward:
             found = [*await asyncio.gather(*graded)]

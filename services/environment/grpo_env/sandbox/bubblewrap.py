@@ -102,11 +102,8 @@ def _filter() -> Iterator[int]:
 
 
 def _bwrap(user: int | None, filter_fd: int) -> list[str]:
-    """Without a user namespace for root, who mounts what the program's user cannot reach.
-
-    Raises:
-        SandboxUnusable: `bwrap` is not on PATH.
-    """
+    """Without a user namespace for root, who mounts what the program's user cannot reach. Raises
+    `SandboxUnusable`: `bwrap` is not on PATH."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxUnusable(_NOT_INSTALLED)

@@ -86,11 +86,8 @@ class _Run(asyncio.SubprocessProtocol):
 
 
 async def run_child(command: LimitedCommand) -> Ended:
-    """Run a command in a session of its own, to its end or to the first limit.
-
-    Raises:
-        OSError: the command does not start.
-    """
+    """Run a command in a session of its own, to its end or to the first limit. Raises `OSError`:
+    the command does not start."""
     files_before = 0
     if command.directory:
         with contextlib.suppress(OSError):  # it cannot be measured, which then stops the run
@@ -199,11 +196,8 @@ def _files(pid: int, place: str) -> int:
 
 
 def file_bytes(directory: Path, enough: float) -> int:
-    """Disk space of what is in a directory, counted until it is `enough`.
-
-    Raises:
-        OSError: a directory cannot be read, or a path is too long.
-    """
+    """Disk space of what is in a directory, counted until it is `enough`. Raises `OSError`: a
+    directory cannot be read, or a path is too long."""
     found = 0
     for size in _sizes(directory):
         found += size

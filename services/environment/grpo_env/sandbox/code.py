@@ -78,11 +78,8 @@ async def run_python_async(
     readable: Sequence[Path] = (),
     limits: Limits = _DEFAULT,
 ) -> Ended:
-    """Run a Python program. It has the packages of this environment.
-
-    Raises:
-        SandboxUnusable: see `sandbox_of`.
-    """
+    """Run a Python program. It has the packages of this environment. Raises `SandboxUnusable`: see
+    `sandbox_of`."""
     sandbox = chosen_sandbox()
     program = code.encode(errors="replace")
     return await sandbox.run(

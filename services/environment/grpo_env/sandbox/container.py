@@ -162,22 +162,16 @@ class Container:
             raise ContainerGone(f"a command ended its container: {state.for_model()}")
 
     async def copy_in(self, directory: Path, target: str) -> None:
-        """Put the files of a directory where `target` says, instead of what is there.
-
-        Raises:
-            SandboxUnusable: it fails.
-        """
+        """Put the files of a directory where `target` says, instead of what is there. Raises
+        `SandboxUnusable`: it fails."""
         await self.run(f"rm -rf {target}", COMMAND_S, user="root")
         await succeed(["cp", f"{directory}/.", f"{self.name}:{target}"])
 
 
 @asynccontextmanager
 async def container(image: str, resources: Resources) -> AsyncIterator[Container]:
-    """Start a container of an image, and remove it at the end.
-
-    Raises:
-        SandboxUnusable: Docker does not start it.
-    """
+    """Start a container of an image, and remove it at the end. Raises `SandboxUnusable`: Docker
+    does not start it."""
     name = f"{LABEL}-{uuid.uuid4().hex}"
     limits = ["--memory", f"{resources.memory_mb}m", "--memory-swap", f"{resources.memory_mb}m"]
     limits += ["--cpus", f"{resources.cpus:g}", "--pids-limit", str(resources.processes)]
@@ -200,9 +194,6 @@ def require_engine() -> None:
 
 
 async def build(directory: Path, image: str, seconds: float) -> None:
-    """Build an image of a directory with a Dockerfile.
-
-    Raises:
-        SandboxUnusable: it fails; the message has its last lines.
-    """
+    """Build an image of a directory with a Dockerfile. Raises `SandboxUnusable`: it fails; the
+    message has its last lines."""
     await succeed(["build", "--quiet", "--tag", image, str(directory)], seconds)

@@ -138,11 +138,8 @@ def _mounts(program: Program) -> Iterator[str]:
 
 
 def require_docker(image: str) -> None:
-    """Remove what killed processes left long ago.
-
-    Raises:
-        SandboxUnusable: no engine answers or the image is not there.
-    """
+    """Remove what killed processes left long ago. Raises `SandboxUnusable`: no engine answers or
+    the image is not there."""
     advice = f"--sandbox docker:{image}: {{error}}; start Docker and `docker pull {image}`"
     succeed_at_start(["image", "inspect", "--format", "{{.Id}}", image], advice)
     old = ["--filter", f"label={LABEL}", "--filter", f"until={_OLD}"]

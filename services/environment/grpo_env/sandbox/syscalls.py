@@ -47,11 +47,8 @@ _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 @cache
 def seccomp_filter() -> bytes:
-    """The program of the filter, as an array of `struct sock_filter`.
-
-    Raises:
-        SandboxUnusable: the numbers of this processor's system calls are not known.
-    """
+    """The program of the filter, as an array of `struct sock_filter`. Raises `SandboxUnusable`: the
+    numbers of this processor's system calls are not known."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise SandboxUnusable(

@@ -38,11 +38,7 @@ class CurriculumFiles:
 
     def restore(self) -> int:
         """Let the stream go on from the saved state, if there is one. Returns the number of items
-        whose solve rate is known.
-
-        Raises:
-            CurriculumUnusable: the file cannot be read.
-        """
+        whose solve rate is known. Raises `CurriculumUnusable`: the file cannot be read."""
         if self._directory is None:
             return 0
         path = self._directory / STATE_FILE

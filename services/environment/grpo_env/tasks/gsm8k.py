@@ -89,11 +89,7 @@ def marked_number_format(text: str, *, finished: bool = True) -> float:
 
 def problem_of(row: dict[str, Any]) -> Row:
     """The row with its problem as `question`, and the right result as `gold`: a plain number,
-    without thousands separators.
-
-    Raises:
-        ValueError: with the mistake in the row.
-    """
+    without thousands separators. Raises `ValueError`: with the mistake in the row."""
     question, answer = problem_text(row, _COLUMNS), answer_of(row)
     if MARK not in answer:
         raise ValueError(f"the right answer has no {MARK!r} before the result")

@@ -68,11 +68,8 @@ def all_items(task: Task) -> list[Item]:
 
 
 def training_items(task: Task) -> list[Item]:
-    """All items of the split `train`, without those that are held out for evaluation.
-
-    Raises:
-        DataUnusable: the data is invalid, or nothing is left.
-    """
+    """All items of the split `train`, without those that are held out for evaluation. Raises
+    `DataUnusable`: the data is invalid, or nothing is left."""
     items = all_items(task)
     if task.rows("test") is not None:
         return items

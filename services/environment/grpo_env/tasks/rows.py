@@ -266,11 +266,8 @@ def no_column(name: str, row: Row) -> str:
 
 
 def messages_of(row: Row, system_prompt: str | None) -> list[Message]:
-    """The conversation that the prompt column holds: a text of the user, or messages.
-
-    Raises:
-        ValueError: there is no such column, or it holds neither.
-    """
+    """The conversation that the prompt column holds: a text of the user, or messages. Raises
+    `ValueError`: there is no such column, or it holds neither."""
     column, messages = conversation_of(row)
     require_no_answer(column, messages, row)
     return with_system_prompt(messages, system_prompt, column)
@@ -278,10 +275,7 @@ def messages_of(row: Row, system_prompt: str | None) -> list[Message]:
 
 def conversation_of(row: Row) -> tuple[str, list[Message]]:
     """The name of the prompt column, and the conversation in it, which may end with an answer.
-
-    Raises:
-        ValueError: as `messages_of`
-    """
+    Raises `ValueError`: as `messages_of`"""
     column = _given(row, PROMPT_COLUMNS, "prompt")
     return column, as_messages(column, row[column])
 
@@ -289,11 +283,8 @@ def conversation_of(row: Row) -> tuple[str, list[Message]]:
 def with_system_prompt(
     messages: list[Message], system_prompt: str | None, column: str
 ) -> list[Message]:
-    """The conversation with another system message; "" removes it, and None keeps it.
-
-    Raises:
-        ValueError: nothing else is left.
-    """
+    """The conversation with another system message; "" removes it, and None keeps it. Raises
+    `ValueError`: nothing else is left."""
     if system_prompt is None:
         return messages
     rest = messages[1:] if messages[0]["role"] == "system" else messages

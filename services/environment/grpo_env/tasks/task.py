@@ -220,11 +220,8 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} defines no reward(answer, row)")
 
     async def run(self, row: Row, dialogue: Dialogue) -> Reward | None:
-        """Conduct one rollout and rate it, if `drives_itself`. None: `reward` rates it.
-
-        Raises:
-            RolloutFailed: it ended with an error.
-        """
+        """Conduct one rollout and rate it, if `drives_itself`. None: `reward` rates it. Raises
+        `RolloutFailed`: it ended with an error."""
         raise NotImplementedError
 
     async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> Sequence[Reward]:
