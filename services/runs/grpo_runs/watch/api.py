@@ -21,8 +21,8 @@ from grpo_core.errors import BrokenProvenance, BrokenRollouts, GrpoError
 from grpo_core.provenance.chain import chain_of
 from grpo_core.rollouts.files import ROLLOUTS, read_step
 from grpo_core.rollouts.page import encode
+from grpo_core.rollouts.page.document import live_document
 from grpo_core.rollouts.page.encode import REWARD, GroupEncoder
-from grpo_core.rollouts.page.live import live_document
 from grpo_core.rollouts.page.token_texts import TokenTexts
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_core.security import SameSiteOnly

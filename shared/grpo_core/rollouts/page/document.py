@@ -1,4 +1,7 @@
-"""Puts a page together: HTML, CSS and JavaScript of `static/` in one document, and its policy."""
+"""Puts a page together: HTML, CSS and JavaScript of `static/` in one document, and its policy.
+
+The live page is such a document. Its data come from the service that serves it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,11 @@ from typing import NamedTuple
 _STATIC = resources.files("grpo_core.rollouts.page") / "static"
 _FRAGMENTS = ("filters.html", "groups.html")
 _NOTHING: Mapping[str, str] = {}
+_SCRIPTS_OF_LIVE_PAGE = (
+    *("data.js", "scales.js", "charts.js", "tokens.js", "filters.js", "groups.js"),
+    *("live-words.js", "live-service.js", "live-state.js", "live-curves.js"),
+    *("live-rollouts.js", "live-main.js"),
+)
 
 
 class Document(NamedTuple):
@@ -47,6 +55,18 @@ def document(
         before, after = page.split(name)
         page = before + value + after
     return Document(page.encode("utf-8", "xmlcharrefreplace"), whole)
+
+
+def live_document() -> tuple[bytes, str]:
+    """The HTML, and the content-security policy to send with it in a header.
+
+    The page asks only the service that serves it, below `api/`, and no other page can embed it.
+    """
+    rules = "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    styles = ["page.css", "live.css"]
+    content, policy = document("live.html", styles, _SCRIPTS_OF_LIVE_PAGE, policy=rules)
+    # Browsers take the rule about frames only from a header.
+    return content, f"{policy}; frame-ancestors 'none'"
 
 
 def _static(name: str) -> str:

@@ -110,8 +110,13 @@ def packed(content: Json) -> str:
 LIMIT = 20_000_000
 """Characters of the rollouts in a page."""
 _SCRIPTS = (
-    *("data.js", "scales.js", "charts.js", "curves.js"),
-    *("tokens.js", "filters.js", "steps.js", "groups.js", "main.js"),
+    "data.js",
+    "scales.js",
+    "charts.js",
+    "tokens.js",
+    "filters.js",
+    "groups.js",
+    "report.js",
 )
 
 

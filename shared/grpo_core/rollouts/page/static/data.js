@@ -14,6 +14,10 @@ function make(tag, properties = {}, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
+/** Rows of a description list. Args: facts: names and texts */
+const factRows = (facts) => facts.map(([name, value]) =>
+  make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value, dir: "auto" })));
+
 const MINUS = "\u2212";
 
 /** A number as people read it: at most `digits` significant digits, a real minus sign. */

@@ -32,8 +32,7 @@ class RunPanel {
   }
 
   setFacts(facts) {
-    this.facts.replaceChildren(...facts.map(([name, value]) =>
-      make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value, dir: "auto" }))));
+    this.facts.replaceChildren(...factRows(facts));
   }
 
   show(state) {
@@ -127,8 +126,7 @@ class RunPanel {
       ]),
     ];
     if (!queue) rows.push(["Queue", UNKNOWN]);
-    this.data.replaceChildren(...rows.map(([name, value]) =>
-      make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }))));
+    this.data.replaceChildren(...factRows(rows));
   }
 
   _showSummary(warnings) {
