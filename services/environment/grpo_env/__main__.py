@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import structlog
 
@@ -22,10 +22,6 @@ from grpo_core.settings.machine import MADE_HERE, SMOLLM2
 from grpo_core.sockets import no_proxy
 from grpo_core.tree.environment import PROG
 from grpo_env.settings import EnvServerSettings, load_env_settings
-
-if TYPE_CHECKING:
-    from grpo_env.assembly import TaskSet
-    from grpo_env.rollout.chat_template import ChatTemplate
 
 log = structlog.get_logger()
 
@@ -89,23 +85,13 @@ def _run(settings: EnvServerSettings) -> None:
         # Objects made so far live as long as the process, so the garbage collector can skip them.
         gc.freeze()
         gc.set_threshold(_OBJECTS_PER_COLLECTION)
-        asyncio.run(_until_signal(_work(settings, tasks, template)))
-
-
-def _work(
-    settings: EnvServerSettings, tasks: TaskSet, template: ChatTemplate
-) -> Coroutine[Any, Any, None]:
-    if settings.action == "process":
-        from grpo_env.actions import process
-
-        return process(settings, tasks, template)
-    if settings.action == "evaluate":
-        from grpo_env.evaluation import evaluate_once
-
-        return evaluate_once(settings, tasks, template)
-    from grpo_env.worker import serve
-
-    return serve(settings, tasks, template)
+        if settings.action == "process":
+            from grpo_env.actions import process as work
+        elif settings.action == "evaluate":
+            from grpo_env.evaluation import evaluate_once as work
+        else:
+            from grpo_env.worker import serve as work
+        asyncio.run(_until_signal(work(settings, tasks, template)))
 
 
 async def _until_signal(coroutine: Coroutine[Any, Any, None]) -> None:

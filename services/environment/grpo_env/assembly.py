@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import structlog
 
@@ -60,7 +59,7 @@ def _parts(settings: EnvServerSettings) -> Sequence[MixturePart]:
 
 def _spec(settings: EnvServerSettings, part: MixturePart) -> TaskSpec:
     """The part's own values, or those of the command line."""
-    prompt = part.system_prompt
+    prompt, given = part.system_prompt, part.task_args or settings.task_args
     options = TaskOptions(
         seed=settings.seed,
         data=part.data or settings.data,
@@ -68,14 +67,9 @@ def _spec(settings: EnvServerSettings, part: MixturePart) -> TaskSpec:
         eval_data=part.eval_data or (None if part.data else settings.eval_data),
         columns=part.columns or settings.columns,
         system_prompt=settings.system_prompt if prompt is None else prompt,
-        args=_arguments(settings, part),
+        args=settings.agent_arguments | given if part.task == AGENT else given,
     )
     return TaskSpec(part.task, options, part.name, settings.held_out)
-
-
-def _arguments(settings: EnvServerSettings, part: MixturePart) -> dict[str, Any]:
-    given = part.task_args or settings.task_args
-    return settings.agent_arguments | given if part.task == AGENT else given
 
 
 @contextmanager
