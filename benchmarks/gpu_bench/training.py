@@ -39,7 +39,7 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import Batch, by_length, collate
-from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.data.groups import GroupLimits, sequences_of
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
@@ -121,7 +121,7 @@ def random_batch(shape: ModelShape, work: GpuWork, seed: int) -> Batch:
             for completion in completions
         ],
     )
-    usable = [usable_group(0, group, GroupLimits(shape.vocabulary, work.longest))]
+    usable = sequences_of([group], GroupLimits(shape.vocabulary, work.longest))
     budget = work.micro_batch * work.longest
     return with_advantages(collate(usable, work.longest, budget, by_length, GRPO), GRPO)
 

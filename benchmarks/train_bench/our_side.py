@@ -22,7 +22,7 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import Batch, Cut, collate
-from grpo_trainer.data.groups import GroupLimits, common_prefix, usable_group
+from grpo_trainer.data.groups import GroupLimits, common_prefix, sequences_of
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -34,8 +34,8 @@ def batch_of(work: dict[str, Any], vocabulary: int, cut: Cut) -> Batch:
     rows = list(zip(*(work[name] for name in names), strict=True))
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
     limits = GroupLimits(vocabulary, seq_len=10_000)
-    usable = [usable_group(i, scored(group), limits) for i, group in enumerate(groups)]
-    batch = collate(usable, 10_000, work["tokens_per_micro_batch"], cut, GRPO)
+    sequences = sequences_of(map(scored, groups), limits)
+    batch = collate(sequences, 10_000, work["tokens_per_micro_batch"], cut, GRPO)
     return with_advantages(batch, GRPO)
 
 

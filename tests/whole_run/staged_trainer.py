@@ -19,7 +19,8 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
 from grpo_trainer.checkpoint import store
-from grpo_trainer.data.batches import BatchSource, TakenBatch
+from grpo_trainer.data.batches import BatchSource
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.filter import digest
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import shared
@@ -91,17 +92,14 @@ def _in_two_halves(stages: Stages, copy: Callable[..., None]) -> Callable[..., N
 def _noting(look: Callable[..., Any]) -> Callable[..., Any]:
     def looking(source: Any, position: Any) -> Any:
         taken = look(source, position)
-        if not isinstance(taken, TakenBatch):
+        if not isinstance(taken, Batch):
             return taken
-        groups = taken.batch.groups
         entry = {
             "step": position.step + 1,
             "epoch": position.epoch,
             "batch": taken.batch_id,
-            "groups": [digest(usable.group).hex() for usable in groups],
-            "versions": [
-                v for usable in groups for pair in usable.facts.policy_version for v in pair
-            ],
+            "groups": [digest(group).hex() for group in taken.groups],
+            "versions": [v for one in taken.sequences for v in one.versions or ()],
         }
         with (source.settings.save_path / JOURNAL).open("a") as journal:
             journal.write(f"{json.dumps(entry)}\n")

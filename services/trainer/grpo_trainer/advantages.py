@@ -12,10 +12,10 @@ of a micro-batch with T targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import islice
 from statistics import fmean
 
 import torch
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from grpo_core.tree.objectives import ADVANTAGES, KlEstimatorName, Objective
 from grpo_core.wire.fields import MASKED
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, TeacherDistance
-from grpo_trainer.data.groups import UsableGroup
+from grpo_trainer.data.groups import UsableSequence
 from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.functions import function_of
 from grpo_trainer.losses import MAX_LOG_RATIO, kl_terms
@@ -41,28 +42,18 @@ def with_advantages(batch: Batch, objective: Objective, ranks: Ranks = ALONE) ->
 
     Args: batch: with the reference model's logprobs if there is one
     """
-    columns, entropy, teacher, groups = None, None, None, batch.groups
-    if groups:
+    columns, entropy, teacher, sequences = None, None, None, batch.sequences
+    if sequences:
         computed, entropy = _computed(batch, objective)
-        columns = _columns(
-            batch,
-            [
-                _of_targets(usable, i, value)
-                for usable, values in zip(groups, computed, strict=True)
-                for i, value in enumerate(values.tolist())
-            ],
-        )
+        values = [computed[number] for number in batch.order]
+        columns = _columns(batch, map(_of_targets, sequences, values))
         if objective.distill_coef:
-            gaps = _columns(
-                batch,
-                [teacher_gaps(usable, i) for usable in groups for i in range(usable.group.size)],
-            )
+            gaps = _columns(batch, map(teacher_gaps, sequences))
             teacher = distance(batch, gaps)
-            zero = [[float(zero)] for usable in groups for zero in usable.zero_advantage]
-            parts = zip(columns, gaps, _columns(batch, zero), strict=True)
+            zero = _columns(batch, ([float(one.zero_advantage)] for one in sequences))
             columns = [
                 with_teacher(column, gap, objective).masked_fill(closed > 0, 0.0)
-                for column, gap, closed in parts
+                for column, gap, closed in zip(columns, gaps, zero, strict=True)
             ]
     columns = ranks.broadcast(columns, "the advantages") or []
     found = zip(batch.micro_batches, columns, strict=True)
@@ -70,38 +61,38 @@ def with_advantages(batch: Batch, objective: Objective, ranks: Ranks = ALONE) ->
     return replace(batch, micro_batches=micro_batches, weights_entropy=entropy, teacher=teacher)
 
 
-def _computed(batch: Batch, objective: Objective) -> tuple[Sequence[Tensor], float | None]:
-    """[n] of each group, and the entropy of MaxEnt-GRPO's weights."""
+def _computed(batch: Batch, objective: Objective) -> tuple[list[float], float | None]:
+    """[N], and the entropy of MaxEnt-GRPO's weights."""
     groups = batch.groups
     has_reference = batch.micro_batches[0].reference_logp is not None
     if objective.advantage == "maxent":
         is_prior = has_reference and objective.kl_in == "weights"
         prior = log_likelihoods(batch) if is_prior else None
-        weights, entropy = maxent(groups, objective, batch.trained_tokens(), prior)
-        return torch.split(weights, [usable.group.size for usable in groups]), entropy
+        rows = torch.tensor([not sequence.zero_advantage for sequence in batch.sequences])
+        is_open = batch.in_group_order([rows])
+        weights, entropy = maxent(groups, objective, batch.trained_tokens(), is_open, prior)
+        return weights.tolist(), entropy
     penalties = None
     if has_reference and objective.kl_in == "reward":
         penalties = objective.kl_coef * divergences(batch, objective.kl_estimator)
-    return group_advantages(groups, objective, penalties), None
+    return torch.cat(group_advantages(groups, objective, penalties)).tolist(), None
 
 
-def _of_targets(usable: UsableGroup, sequence: int, computed: float) -> list[float]:
+def _of_targets(sequence: UsableSequence, computed: float) -> list[float]:
     """A sequence's advantages: one for each target, or one for all."""
-    if usable.zero_advantage[sequence]:
+    if sequence.zero_advantage:
         return [0.0]
-    if not usable.group.advantages:
+    if not sequence.group.advantages:
         return [computed]
-    sent = usable.group.advantages[sequence]
+    sent = sequence.group.advantages[sequence.index]
     return sent if len(sent) == 1 else sent[1:]
 
 
-def _columns(batch: Batch, rows: Sequence[list[float]]) -> list[Tensor]:
-    """The rows of each micro-batch. Args: rows: of the sequences, in the order of the groups"""
-    ends = list(accumulate(len(micro.lengths) for micro in batch.micro_batches))
-    return [
-        _column([rows[i] for i in batch.order[end - len(micro.lengths) : end]], micro.lengths)
-        for micro, end in zip(batch.micro_batches, ends, strict=True)
-    ]
+def _columns(batch: Batch, rows: Iterable[list[float]]) -> list[Tensor]:
+    """The rows of each micro-batch. Args: rows: of all of them"""
+    left = iter(rows)
+    lengths = [micro.lengths for micro in batch.micro_batches]
+    return [_column([*islice(left, len(one))], one) for one in lengths]
 
 
 def _column(rows: Sequence[list[float]], lengths: Sequence[int]) -> Tensor:
@@ -202,20 +193,20 @@ def entropy_of(weights: Tensor) -> float:
 
 
 def group_advantages(
-    groups: Sequence[UsableGroup], objective: Objective, penalties: Tensor | None = None
+    groups: Sequence[ScoredGroup], objective: Objective, penalties: Tensor | None = None
 ) -> list[Tensor]:
     """[n] of each group, from its scores; zeros if the environment sent others.
 
     Args: penalties: [N] what the sequences lose of their scores
     """
-    found = [torch.zeros(usable.group.size, dtype=torch.float64) for usable in groups]
-    open_ones = [i for i, usable in enumerate(groups) if not usable.group.advantages]
+    found = [torch.zeros(group.size, dtype=torch.float64) for group in groups]
+    open_ones = [i for i, group in enumerate(groups) if not group.advantages]
     scores = [shaped_scores(groups[i], objective.overlong_buffer) for i in open_ones]
     if penalties is not None:
-        lost = torch.split(penalties.double(), [usable.group.size for usable in groups])
+        lost = torch.split(penalties.double(), [group.size for group in groups])
         scores = [kept - lost[i] for kept, i in zip(scores, open_ones, strict=True)]
     if scores:
-        rollouts = [rollout_places(groups[i].group.rollouts) for i in open_ones]
+        rollouts = [rollout_places(groups[i].rollouts) for i in open_ones]
         of_rollouts = [mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
         computed = function_of(objective.advantage, ADVANTAGES)(of_rollouts)
         if [len(one) for one in computed] != [len(one) for one in of_rollouts]:
@@ -229,9 +220,10 @@ def group_advantages(
 
 
 def maxent(
-    groups: Sequence[UsableGroup],
+    groups: Sequence[ScoredGroup],
     objective: Objective,
     tokens: Tensor,
+    is_open: Tensor,
     reference: Tensor | None = None,
 ) -> tuple[Tensor, float | None]:
     """[N] MaxEnt-GRPO's weights of the completions, as advantages; and the mean entropy in nats of
@@ -244,30 +236,29 @@ def maxent(
 
     Args:
         tokens: [N] float64, number of trained tokens of each sequence
+        is_open: [N] bool, False where the environment sets the advantage to zero
         reference: [N] log-likelihood of each sequence under the reference model; None: it does not
             count
     """
     beta = 0.0 if reference is None else objective.kl_coef
     likelihoods = torch.zeros_like(tokens) if reference is None else reference.double()
-    sizes = [usable.group.size for usable in groups]
+    sizes = [group.size for group in groups]
+    columns = (torch.split(column, sizes) for column in (tokens, tokens * is_open, likelihoods))
     found, entropies = [], []
-    for usable, length, likelihood in zip(
-        groups, torch.split(tokens, sizes), torch.split(likelihoods, sizes), strict=True
-    ):
-        rollout = torch.tensor(rollout_places(usable.group.rollouts))
-        scores = mean_by(shaped_scores(usable, objective.overlong_buffer), rollout.tolist())
+    for group, length, open_length, likelihood in zip(groups, *columns, strict=True):
+        rollout = torch.tensor(rollout_places(group.rollouts))
+        scores = mean_by(shaped_scores(group, objective.overlong_buffer), rollout.tolist())
         whole = _sum_by(length, rollout).clamp_min(1)
         prior = _sum_by(likelihood, rollout)
         if objective.maxent_length_normalize_ref:
             prior = prior / whole
-        is_open = torch.tensor([not zero for zero in usable.zero_advantage])
-        is_trained = _sum_by(length * is_open, rollout) > 0
+        is_trained = _sum_by(open_length, rollout) > 0
         weights = torch.zeros_like(whole)
         if is_trained.any():
             weights[is_trained] = completion_weights(
                 scores[is_trained], prior[is_trained], objective, beta
             )
-        if not usable.group.advantages:
+        if not group.advantages:
             entropies.append(entropy_of(weights))
         found.append(weights[rollout] * length / whole[rollout])
     advantages = torch.cat(found) * len(tokens) / len(groups)
@@ -289,14 +280,13 @@ def mean_by(scores: Tensor, places: Sequence[int]) -> Tensor:
     return _sum_by(scores, index) / index.bincount()
 
 
-def shaped_scores(usable: UsableGroup, overlong_buffer: float) -> Tensor:
+def shaped_scores(group: ScoredGroup, overlong_buffer: float) -> Tensor:
     """[n] the scores, less what overlong completions lose; nothing if no limit is known."""
-    group = usable.group
     allowed = (group.generation_params or {}).get("max_tokens")
     scores = torch.tensor(group.scores, dtype=torch.float64)
     if not overlong_buffer or not isinstance(allowed, int):
         return scores
-    lengths = [sum(mask != MASKED for mask in masks) for masks in group.masks]
+    lengths = [len(masks) - masks.count(MASKED) for masks in group.masks]
     lost = [overlong_penalty(length, allowed, overlong_buffer) for length in lengths]
     return scores - torch.tensor(lost, dtype=torch.float64)
 
@@ -348,23 +338,23 @@ def with_teacher(advantages: Tensor, gaps: Tensor, objective: Objective) -> Tens
     return objective.reward_coef * advantages + objective.distill_coef * gaps.nan_to_num(nan=0.0)
 
 
-def teacher_gaps(usable: UsableGroup, sequence: int) -> list[float]:
+def teacher_gaps(sequence: UsableSequence) -> list[float]:
     """[T] log p_teacher - log p_student of each target of a sequence, bounded. NaN where the
     teacher gave no logprob, and where nothing is trained on.
 
     The student is the policy that sampled the token.
     """
     targets = zip(
-        usable.group.teacher_logprobs(sequence)[1:],
-        usable.inference_logprobs[sequence][1:],
-        usable.group.masks[sequence][1:],
+        sequence.group.teacher_logprobs(sequence.index)[1:],
+        sequence.behaviour_logp[1:],
+        sequence.trained[1:],
         strict=True,
     )
     return [
         max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, teacher - student))
-        if teacher is not None and mask != MASKED
+        if teacher is not None and is_trained
         else math.nan
-        for teacher, student, mask in targets
+        for teacher, student, is_trained in targets
     ]
 
 

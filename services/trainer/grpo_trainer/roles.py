@@ -26,14 +26,8 @@ from grpo_trainer.checkpoint.store import SavedState, StateStore
 from grpo_trainer.checks.data_checks import DataChecks
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients, coefficients_of
-from grpo_trainer.data.batches import (
-    BatchQueue,
-    BatchSource,
-    Position,
-    SkippedBatch,
-    TakenBatch,
-)
-from grpo_trainer.data.collate import broadcast_batch
+from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, SkippedBatch
+from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.learner import GradientStats, Learner, load_learner
@@ -66,21 +60,21 @@ class Lead:
     _fresh: Distance = field(init=False)
     _published: Published = field(init=False)
 
-    def take(self, position: Position) -> TakenBatch:
+    def take(self, position: Position) -> Batch:
         """Wait for a batch of run-api, and send its micro-batches to the other ranks."""
         self.recorder.watch.begin()
-        taken = self._awaited(position)
+        batch = self._awaited(position)
         self.batches.request_next(position)
         self.learner.ranks.broadcast(BATCH_FOLLOWS)
-        broadcast_batch(taken.batch, self.learner.ranks)
+        broadcast_batch(batch, self.learner.ranks)
         self.recorder.watch.fetched()
-        return taken
+        return batch
 
-    def _awaited(self, position: Position) -> TakenBatch:
+    def _awaited(self, position: Position) -> Batch:
         while True:
             match self.batches.look(position):
-                case TakenBatch() as taken:
-                    return taken
+                case Batch() as batch:
+                    return batch
                 case SkippedBatch(batch_id):
                     position = self._skip(batch_id, position)
                 case LeasesFull() as full:
@@ -99,12 +93,12 @@ class Lead:
         """The objective with this step's coefficients, which rank 0 controls."""
         return _objective(self.learner, self.learner.ranks.broadcast(self.coefficients.values))
 
-    def reject(self, taken: TakenBatch, position: Position, error: GrpoError) -> Position:
+    def reject(self, batch: Batch, position: Position, error: GrpoError) -> Position:
         """No step can be taken on the batch. Returns the position behind it."""
-        self.batches.quarantine.add(taken.batch_id, taken.groups, position.step, error)
-        return self._skip(taken.batch_id, position)
+        self.batches.quarantine.add(batch.batch_id, batch.received, position.step, error)
+        return self._skip(batch.batch_id, position)
 
-    def check(self, taken: TakenBatch, gradients: GradientStats, position: Position) -> None:
+    def check(self, batch: Batch, gradients: GradientStats, position: Position) -> None:
         """Compare the behaviour logprobs with the trainer's, before the update.
 
         Raises:
@@ -112,9 +106,9 @@ class Lead:
         """
         trained = PolicyVersion(position.epoch, position.step)
         try:
-            self._fresh = self.checks.before_update(taken.batch, gradients.tokens, trained)
+            self._fresh = self.checks.before_update(batch, gradients.tokens, trained)
         except RolloutMismatch as error:
-            self.batches.quarantine.add(taken.batch_id, taken.groups, position.step, error)
+            self.batches.quarantine.add(batch.batch_id, batch.received, position.step, error)
             raise
         self.provenance.finish()  # the digests of the weights that the update changes
 
@@ -129,34 +123,32 @@ class Lead:
     def finish(
         self,
         position: Position,
-        taken: TakenBatch,
+        batch: Batch,
         objective: Objective,
         inputs: StepInput,
         gradients: GradientStats,
     ) -> Position:
         """Record the step that began at `position`, and save what is due. Returns the position
         behind the step."""
-        batch, divergence = taken.batch, gradients.sums.mean("reference_kl") or 0.0
-        self.provenance.step_taken(inputs, taken, gradients, self._published)
-        self._record(position, taken, objective, gradients)
-        self.coefficients.observe(
-            divergence, len(batch.origins), batch.weights_entropy, position.step
-        )
+        self.provenance.step_taken(inputs, batch, gradients, self._published)
+        self._record(position, batch, objective, gradients)
+        divergence, sequences = gradients.sums.mean("reference_kl") or 0.0, len(batch.sequences)
+        self.coefficients.observe(divergence, sequences, batch.weights_entropy, position.step)
         # After the record: a checkpoint must not include a step that no record mentions.
         epoch = self._published.version.epoch
-        position = Position(position.step + 1, taken.batch_id, epoch)
+        position = Position(position.step + 1, batch.batch_id, epoch)
         self.learner.ranks.broadcast(self.saver.is_due(position))
         self.saver.step_taken(position)
         return position
 
     def _record(
-        self, at: Position, taken: TakenBatch, objective: Objective, gradients: GradientStats
+        self, at: Position, batch: Batch, objective: Objective, gradients: GradientStats
     ) -> None:
         outcome = StepOutcome(
             step=at.step,
             lr=self.learner.optimizer.learning_rate(at.step),
             objective=objective,
-            taken=taken,
+            batch=batch,
             quarantined_batches=self.batches.quarantine.since_step,
             failed_checks=self.checks.failed,
             trained=PolicyVersion(at.epoch, at.step),
@@ -176,15 +168,15 @@ class OtherRank:
 
     learner: Learner
 
-    def take(self, _position: Position) -> TakenBatch:
+    def take(self, _position: Position) -> Batch:
         while self.learner.ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
             self.learner.send_state()
-        return TakenBatch(0, [], broadcast_batch(None, self.learner.ranks))
+        return broadcast_batch(None, self.learner.ranks)
 
     def objective(self) -> Objective:
         return _objective(self.learner, self.learner.ranks.broadcast((0.0, 0.0)))
 
-    def reject(self, _taken: TakenBatch, position: Position, _error: GrpoError) -> Position:
+    def reject(self, _batch: Batch, position: Position, _error: GrpoError) -> Position:
         return position
 
     def check(self, *_: object) -> None:

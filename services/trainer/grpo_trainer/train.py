@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -66,21 +65,20 @@ def training_steps(role: Role, position: Position, stop: Stop) -> Iterator[Posit
     """
     learner = role.learner
     while position.step < learner.settings.steps:
-        taken = role.take(position)
+        batch = role.take(position)
         with stop.deferred():
             objective = role.objective()
-            batch = learner.with_advantages(taken.batch, objective)
-            taken = replace(taken, batch=batch)
-            inputs = step_input(learner, objective, position.step, taken.batch_id)
+            batch = learner.with_advantages(batch, objective)
+            inputs = step_input(learner, objective, position.step, batch.batch_id)
             try:
                 gradients = learner.gradients(batch, objective, position.step)
             except NonFiniteStep as error:
-                position = role.reject(taken, position, error)
+                position = role.reject(batch, position, error)
                 continue
-            role.check(taken, gradients, position)
+            role.check(batch, gradients, position)
             learner.optimizer.step(position.step)  # changes the master weights alone
             role.publish(position)
-            position = role.finish(position, taken, objective, inputs, gradients)
+            position = role.finish(position, batch, objective, inputs, gradients)
         yield position
 
 

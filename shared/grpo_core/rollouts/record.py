@@ -90,20 +90,17 @@ class RolloutRecord:
         return sum(abs(ours - theirs) for ours, theirs in pairs) / len(self.logprobs)
 
 
-def records_of_group(
-    step: int, group_index: int, group: ScoredGroup, facts: RolloutFacts | None = None
-) -> list[RolloutRecord]:
+def records_of_group(step: int, group_index: int, group: ScoredGroup) -> list[RolloutRecord]:
     """The group's sequences without the values that the trainer computes, which are None. An
     advantage that the environment sent is included.
 
     Args:
         step: training step, counted from 1
         group_index: index of the group in the batch
-        facts: of the group; None to read them from the group
     """
     shared: Mapping[str, Any] = group.group_overrides or {}
     overrides: list[dict[str, Any]] = group.overrides or [{}] * group.size
-    versions = (facts or RolloutFacts.of(group)).policy_version
+    versions = RolloutFacts.of(group).policy_version
     known = [[list(version) for version in both] for both in versions]
     rollouts = group.rollouts
     return [

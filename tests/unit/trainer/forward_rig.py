@@ -15,7 +15,7 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import Batch, Cut, MicroBatch, by_prefix, collate
-from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.data.groups import GroupLimits, sequences_of
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass
 from tests.unit.trainer.tiny_policy import LORA
@@ -104,7 +104,7 @@ def ragged_batch(cut: Cut = by_prefix, tokens: int = 1000) -> Batch:
         ],
         overrides=[{"temperature": 0.6 + 0.2 * i} for i in range(len(sequences))],
     )
-    usable = [usable_group(0, group, GroupLimits(VOCABULARY, seq_len=64))]
+    usable = sequences_of([group], GroupLimits(VOCABULARY, seq_len=64))
     return with_advantages(collate(usable, 64, tokens, cut, GRPO), GRPO)
 
 

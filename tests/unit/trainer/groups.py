@@ -14,7 +14,7 @@ from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.filter import GroupFilter, digest
-from grpo_trainer.data.groups import GroupLimits, Tokens, UsableGroup, usable_group
+from grpo_trainer.data.groups import GroupLimits, Tokens, UsableSequence, sequences_of
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100
@@ -58,8 +58,8 @@ def sampled_by(marker: int, *versions: tuple[int, int]) -> ScoredGroup:
     return good(marker, group_overrides={"policy_version": named})
 
 
-def usable(*groups: ScoredGroup) -> list[UsableGroup]:
-    return [usable_group(i, g, LIMITS) for i, g in enumerate(groups)]
+def usable(*groups: ScoredGroup) -> list[UsableSequence]:
+    return sequences_of(groups, LIMITS)
 
 
 def filtered(
@@ -67,7 +67,7 @@ def filtered(
     groups: Sequence[ScoredGroup],
     step: int,
     received_under: Sequence[PolicyVersion | None] = (),
-) -> tuple[list[UsableGroup], Counter[str]]:
+) -> tuple[list[UsableSequence], Counter[str]]:
     leased = LeasedBatch(1, [*groups], [*(received_under or [None] * len(groups))])
     digests = [digest(one) for one in groups]
     return group_filter.filter(leased, group_filter.check(leased), digests, step)
@@ -78,14 +78,14 @@ def collated(*groups: ScoredGroup, seq_len: int = 100, micro_batch_size: int = 2
 
 
 def batch_of(
-    groups: Sequence[UsableGroup],
+    sequences: Sequence[UsableSequence],
     objective: Objective,
     seq_len: int = 100,
     micro_batch_size: int = 2,
     cut: Cut | None = None,
 ) -> Batch:
     """With advantages."""
-    batch = collate(groups, seq_len, micro_batch_size, cut or in_order, objective)
+    batch = collate(sequences, seq_len, micro_batch_size, cut or in_order, objective)
     return with_advantages(batch, objective)
 
 

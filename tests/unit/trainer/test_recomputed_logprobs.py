@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.data.groups import GroupLimits, sequences_of
 from grpo_trainer.learner import GradientStats, accumulate_gradients
 from grpo_trainer.model.forward import FastForward
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
@@ -29,7 +29,7 @@ def test_only_the_behaviour_logprobs_of_such_groups_are_replaced(changes: dict[s
     policy, logged = qwen(), sampled_by(1, (1, 5), (1, 5))
     unlogged = logged.model_copy(update=changes)
     mixed = recomputing(logged, unlogged)
-    assert [origin.version is None for origin in mixed.origins] == [False, False, True, True]
+    assert [one.version is None for one in mixed.sequences] == [False, False, True, True]
     micro = mixed.micro_batches[1]
     own = FastForward()(policy, micro).logp.detach()
     known = replace(micro, behaviour_logp=own, is_logged=(True, True))
@@ -47,12 +47,12 @@ def test_only_the_behaviour_logprobs_of_such_groups_are_replaced(changes: dict[s
 def test_their_logged_logprobs_are_not_even_read() -> None:
     positive = group(inference_logprobs=[[P, P, 9.0], [P, P, 9.0, 9.0, 9.0]])
     truncated = positive.model_copy(update={"generation_params": {"top_k": 5}})
-    accepted = usable_group(0, truncated, LIMITS)
-    assert {logp for row in accepted.inference_logprobs for logp in row} == {P}
+    accepted = sequences_of([truncated], LIMITS)
+    assert {logp for sequence in accepted for logp in sequence.behaviour_logp} == {P}
 
 
 def recomputing(*groups: ScoredGroup) -> Batch:
-    return batch_of([usable_group(i, one, LIMITS) for i, one in enumerate(groups)], GRPO)
+    return batch_of(sequences_of(groups, LIMITS), GRPO)
 
 
 def outcome(policy: Any, batch: Batch) -> tuple[GradientStats, Tensor]:

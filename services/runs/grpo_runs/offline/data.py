@@ -24,7 +24,7 @@ from grpo_runs.offline.errors import KeysInvalid
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_trainer.advantages import group_advantages
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.groups import GroupLimits, UsableSequence, sequences_of
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.policy import device_of
 
@@ -142,8 +142,8 @@ def optimizer_batches(
 def _with_advantages(
     groups: Sequence[ScoredGroup], objective: Objective, limits: GroupLimits
 ) -> list[ScoredGroup]:
-    usable = [usable_group(number, group, limits) for number, group in enumerate(groups)]
-    found = group_advantages(usable, objective)
+    sequences_of(groups, limits)  # raises if a group is unusable
+    found = group_advantages(groups, objective)
     return [
         group
         if group.advantages
@@ -168,7 +168,7 @@ def _between(
 def with_own_logprobs(
     groups: Sequence[ScoredGroup],
     learner: Learner,
-    collate: Callable[[Sequence[UsableGroup]], Batch],
+    collate: Callable[[Sequence[UsableSequence]], Batch],
     limits: GroupLimits,
 ) -> list[ScoredGroup]:
     """The groups with the policy's logprobs of their tokens at the sampling temperature.
@@ -176,8 +176,7 @@ def with_own_logprobs(
     Call it before the iteration's first optimizer step: later steps then have importance ratios,
     and their clipping.
     """
-    usable = [usable_group(number, group, limits) for number, group in enumerate(groups)]
-    batch = collate(usable)
+    batch = collate(sequences_of(groups, limits))
     found: list[list[float]] = []
     for micro in batch.micro_batches:
         values = learner.forward(learner.policy, micro.to(device_of(learner.policy)))

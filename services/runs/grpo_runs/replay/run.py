@@ -22,7 +22,7 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checkpoint import resume
 from grpo_trainer.checkpoint.store import RngState, SavedState, StateStore
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.groups import usable_group
+from grpo_trainer.data.groups import sequences_of
 from grpo_trainer.errors import NotReplayable
 from grpo_trainer.learner import GradientStats, Learner, build_learner
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
@@ -244,6 +244,6 @@ def _objective(learner: Learner, recorded: RecordedBatch, given: Sequence[str]) 
 def _collated(learner: Learner, recorded: RecordedBatch, objective: Objective) -> Batch:
     settings = learner.settings
     limits = limits_of(learner.policy, settings)
-    groups = [usable_group(i, group, limits) for i, group in enumerate(recorded.groups)]
+    sequences = sequences_of(recorded.groups, limits)
     cut = learner.forward.layout.cut
-    return collate(groups, settings.seq_len, settings.micro_batch_tokens, cut, objective)
+    return collate(sequences, settings.seq_len, settings.micro_batch_tokens, cut, objective)

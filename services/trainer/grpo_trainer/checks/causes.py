@@ -104,7 +104,7 @@ def all_hypotheses(policy: CausalLM, table: TokenTable, batch: Batch) -> Iterato
     if torch.equal(rounded_to_bfloat16(logged), logged):
         distance = mean_distance(rounded_to_bfloat16(ours), logged)
         yield Hypothesis(Cause.ROUNDED, "the trainer's logprobs rounded to bfloat16", distance)
-    shared = torch.tensor([origin.shared_tokens for origin in batch.origins])
+    shared = torch.tensor([sequence.shared_tokens for sequence in batch.sequences])
     own = table.where(table.position >= shared[table.sequence])
     if MIN_TOKENS <= len(own) < len(table):
         assumption = "without the tokens that all completions of a group share"
@@ -250,5 +250,9 @@ def logits_of(policy: CausalLM, table: TokenTable, batch: Batch) -> Tensor:
 
 def _sequences(table: TokenTable, batch: Batch) -> list[tuple[Tensor, Tensor]]:
     """Of each sequence the tokens up to the last trained one, and the positions of the table's."""
-    positions = [(n, table.position[table.sequence == n]) for n in table.sequences()]
-    return [(batch.tokens(n, int(trained.max()) + 1), trained) for n, trained in positions]
+    found = []
+    for number in table.sequences():
+        trained = table.position[table.sequence == number]
+        tokens = batch.sequences[number].tokens[: int(trained.max()) + 1]
+        found.append((torch.tensor(tokens), trained))
+    return found

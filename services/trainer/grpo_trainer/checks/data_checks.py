@@ -59,13 +59,12 @@ class DataChecks:
         Raises:
             RolloutMismatch: the error of `RolloutCheck`.
         """
-        groups = batch.groups
-        is_logged = table.of_sequences(groups[origin.group].is_logged for origin in batch.origins)
-        env_ids = [origin.env_id for origin in batch.origins]
+        is_logged = table.of_sequences(sequence.is_logged for sequence in batch.sequences)
+        env_ids = [sequence.group.env_id for sequence in batch.sequences]
         ratios = [*self._ratios.findings(table.where(is_logged), env_ids)]
         self.failed = self._log.report(
             [
-                *self._groups.findings(groups, held),
+                *self._groups.findings(batch.sequences, held),
                 *ratios,
                 *self._sampling.findings(table, is_logged, batch, held),
                 *(() if self._reference is None else self._reference.findings(held.step)),

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checks.findings import CheckName, Finding
-from grpo_trainer.data.groups import UsableGroup
+from grpo_trainer.data.groups import UsableSequence
 
 WINDOW_BATCHES = 16
 MIN_INCONSISTENT = 3
@@ -84,20 +85,23 @@ class GroupCheck:
         )
         self._beginnings: defaultdict[int | None, _Beginning] = defaultdict(_Beginning)
 
-    def findings(self, groups: Sequence[UsableGroup], current: PolicyVersion) -> Iterator[Finding]:
+    def findings(
+        self, sequences: Sequence[UsableSequence], current: PolicyVersion
+    ) -> Iterator[Finding]:
         """Args:
-        groups: the usable groups of one batch
+        sequences: of one batch
         current: version of the trainer's weights
         """
-        by_env: defaultdict[int | None, list[UsableGroup]] = defaultdict(list)
-        for usable in groups:
-            by_env[usable.group.env_id].append(usable)
+        by_env: defaultdict[int | None, list[UsableSequence]] = defaultdict(list)
+        for sequence in sequences:
+            by_env[sequence.group.env_id].append(sequence)
         for env_id, mine in by_env.items():
             yield from self._of_masks(env_id, mine)
             yield from _of_versions(env_id, mine, current)
             # Advantages from the environment need no scores.
-            scored = [u for u in mine if self._uses_scores and not u.group.advantages]
-            scores = [score for usable in scored for score in usable.group.scores]
+            groups = [sequence.group for sequence in mine if sequence.index == 0]
+            scored = [group for group in groups if self._uses_scores and not group.advantages]
+            scores = [score for group in scored for score in group.scores]
             best = max(scores, default=0.0) if len(set(scores)) > 1 else None
             recent = self._recent[env_id]
             recent.append(self._seen(scored, best))
@@ -106,15 +110,16 @@ class GroupCheck:
             if self._beginnings[env_id].has_ended(scores):
                 yield _of_beginning(env_id, self._beginnings[env_id])
 
-    def _of_masks(self, env_id: int | None, groups: Iterable[UsableGroup]) -> Iterator[Finding]:
+    def _of_masks(
+        self, env_id: int | None, sequences: Iterable[UsableSequence]
+    ) -> Iterator[Finding]:
         last = [
-            (masks[-1] != MASKED, masks[-2] != MASKED)
-            for usable in groups
-            for tokens, masks in zip(usable.group.tokens, usable.group.masks, strict=True)
-            if len(tokens) > 1 and tokens[-1] in self._end_tokens
+            sequence.trained[-2:]
+            for sequence in sequences
+            if len(sequence.tokens) > 1 and sequence.tokens[-1] in self._end_tokens
         ]
-        masked = last.count((False, True))
-        if masked and not any(is_trained for is_trained, _ in last):
+        masked = last.count([True, False])
+        if masked and not any(is_trained for _, is_trained in last):
             yield Finding(
                 CheckName.END_TOKEN_MASKED,
                 env_id,
@@ -123,19 +128,18 @@ class GroupCheck:
                 "in the environment, set the mask of a sampled end token to the token itself",
             )
 
-    def _seen(self, groups: Iterable[UsableGroup], best: float | None) -> _Seen:
+    def _seen(self, groups: Iterable[ScoredGroup], best: float | None) -> _Seen:
         """Args: best: the best score of their batch; None if all are equal"""
         counts, equal = Counts(), list[float]()
-        for usable in groups:
-            found = self._counts(usable, best)
+        for group in groups:
+            found = self._counts(group, best)
             counts += found
-            scores = set(usable.group.scores)
+            scores = set(group.scores)
             if found["varied"] and len(scores) == 1:
                 equal += scores
         return _Seen(counts, equal)
 
-    def _counts(self, usable: UsableGroup, best: float | None) -> Counts:
-        group = usable.group
+    def _counts(self, group: ScoredGroup, best: float | None) -> Counts:
         # A score is that of a whole rollout: one of its sequences may be that of another rollout.
         rollouts: defaultdict[int, list[int]] = defaultdict(list)
         for sequence, rollout in enumerate(group.rollouts):
@@ -175,14 +179,13 @@ class GroupCheck:
 
 
 def _of_versions(
-    env_id: int | None, groups: Iterable[UsableGroup], current: PolicyVersion
+    env_id: int | None, sequences: Iterable[UsableSequence], current: PolicyVersion
 ) -> Iterator[Finding]:
     ahead = [
-        (last, newest)
-        for usable in groups
-        for newest in [current if usable.received_under is None else usable.received_under]
-        for _, last in usable.facts.policy_version
-        if last > newest
+        (sequence.versions[1], newest)
+        for sequence in sequences
+        if sequence.versions
+        and sequence.versions[1] > (newest := sequence.received_under or current)
     ]
     if ahead:
         last, newest = max(ahead)

@@ -35,7 +35,8 @@ from grpo_trainer.checks.causes import (
 )
 from grpo_trainer.checks.findings import CheckName, Finding
 from grpo_trainer.checks.served_weights import MISMATCH
-from grpo_trainer.data.collate import Batch, Origin
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.groups import UsableSequence
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.policy import CausalLM
@@ -101,15 +102,16 @@ class RolloutCheck:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
         """
         is_fresh = fresh_tokens(table, batch, current)
-        for env_id in dict.fromkeys(origin.env_id for origin in batch.origins):
+        env_ids = [sequence.group.env_id for sequence in batch.sequences]
+        for env_id in dict.fromkeys(env_ids):
             where = f"Step {current.step}, environment {env_id}"
-            is_mine = table.of_sequences(origin.env_id == env_id for origin in batch.origins)
+            is_mine = table.of_sequences(other == env_id for other in env_ids)
             fresh = table.where(is_mine & is_fresh)
             self._check_fresh(where, batch, fresh)
             yield from single_tokens(env_id, fresh, self._tolerance)
-            origins = [origin for origin in batch.origins if origin.env_id == env_id]
-            unlikely = groups_with_unlikely_prefix(table.where(is_mine), batch.origins)
-            self._check_shared_prefixes(where, unlikely, {origin.group for origin in origins})
+            unlikely = groups_with_unlikely_prefix(table.where(is_mine), batch.sequences)
+            groups = sum(group.env_id == env_id for group in batch.groups)
+            self._check_shared_prefixes(where, len(unlikely), groups)
             is_doubted = env_id in doubted or env_id in self._suspected | self._tempered
             is_due = is_doubted or current.step % LOOK_EVERY_STEPS == 0
             if is_due and len(fresh) < PROOF_TOKENS:
@@ -170,12 +172,12 @@ class RolloutCheck:
                 "let the environment send generation_params.temperature",
             )
 
-    def _check_shared_prefixes(self, where: str, unlikely: set[int], groups: set[int]) -> None:
-        if 2 * len(unlikely) > len(groups):
+    def _check_shared_prefixes(self, where: str, unlikely: int, groups: int) -> None:
+        if 2 * unlikely > groups:
             raise RolloutMismatch(
-                f"{MISMATCH} {where}: in {len(unlikely)} of {len(groups)} groups, all completions "
-                "begin with the same trained tokens. If the completions were sampled independently "
-                "at the stated temperature, the probability of a group with equal tokens is below "
+                f"{MISMATCH} {where}: in {unlikely} of {groups} groups, all completions begin with "
+                "the same trained tokens. If the completions were sampled independently at the "
+                "stated temperature, the probability of a group with equal tokens is below "
                 f"1e-13. Likely cause: {Cause.PROMPT_TRAINED}. Another possible cause: the "
                 f"completions were sampled at a far lower temperature than stated. {UNCHANGED}"
             )
@@ -187,7 +189,7 @@ class RolloutCheck:
         try:
             for number in part.sequences()[:SERVER_SAMPLE_SEQUENCES]:
                 length = int(part.position[part.sequence == number].max()) + 1
-                ids: list[int] = batch.tokens(number, length).tolist()
+                ids = batch.sequences[number].tokens[:length]
                 ours.append(logprobs_of(self._policy, ids))
                 served.append(torch.tensor(self._served_logprobs(ids)))
         except GrpoError as error:
@@ -197,24 +199,25 @@ class RolloutCheck:
 
 def fresh_tokens(table: TokenTable, batch: Batch, current: PolicyVersion) -> Tensor:
     """[N] bool, which tokens the weights that `current` names sampled."""
-    return table.of_sequences(origin.version == current for origin in batch.origins)
+    return table.of_sequences(sequence.version == current for sequence in batch.sequences)
 
 
-def groups_with_unlikely_prefix(table: TokenTable, origins: Sequence[Origin]) -> set[int]:
+def groups_with_unlikely_prefix(table: TokenTable, sequences: Sequence[UsableSequence]) -> set[int]:
     """Groups (by index in the batch) whose common trained tokens have a probability below 1e-13.
 
     The first completion may begin in any way; each sibling repeats its beginning by chance.
 
     Args:
         table: trained tokens of any of the batch's sequences
+        sequences: all of them, row after row
     """
-    shared = torch.tensor([origin.shared_tokens for origin in origins])
+    shared = torch.tensor([sequence.shared_tokens for sequence in sequences])
     begun = table.where(table.position < shared[table.sequence])
     surprise = (begun.logp + DRIFT_NATS).clamp(max=0.0)
     nats: defaultdict[int, float] = defaultdict(float)
     for number, value in zip(begun.sequence.tolist(), surprise.tolist(), strict=True):
-        origin = origins[number]
-        nats[origin.group] += value / origin.siblings * min(origin.siblings - 1, MAX_SIBLINGS)
+        size = sequences[number].group.size
+        nats[sequences[number].group_index] += value / size * min(size - 1, MAX_SIBLINGS)
     return {group for group, total in nats.items() if total < -CHANCE_NATS}
 
 

@@ -94,8 +94,8 @@ class SamplingCheck:
             return
         part = table.where(~table.above.isnan())
         place, weight = _place(part, current.step), part.diff.exp().clamp(max=MAX_WEIGHT)
-        recent = table.of_sequences(_is_recent(origin.version, current) for origin in batch.origins)
-        env_ids = [origin.env_id for origin in batch.origins]
+        recent = table.of_sequences(_is_recent(s.version, current) for s in batch.sequences)
+        env_ids = [sequence.group.env_id for sequence in batch.sequences]
         for env_id in dict.fromkeys(env_ids):
             mine = part.of_sequences(other == env_id for other in env_ids)
             ends = self._ends[env_id]

@@ -22,7 +22,7 @@ from grpo_core.tree.objectives import ADVANTAGES, GRPO, LOSSES, Objective
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, broadcast_batch, collate
-from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.groups import GroupLimits, UsableSequence, sequences_of
 from grpo_trainer.errors import FunctionUnusable, NonFiniteStep, SelfTestFailed
 from grpo_trainer.functions import forget_own_functions, own_function
 from grpo_trainer.learner import GradientStats, Learner
@@ -77,8 +77,8 @@ class SelfTest:
         objective = with_named_functions(self.learner.settings.resolved_objective)
         with _unchanged(self.learner.optimizer.loss_scale, device_of(self.learner.policy)):
             # Rank 0 alone may have the whole policy, which gives the behaviour logprobs.
-            groups = self._groups() if self.learner.ranks.leads else []
-            whole, parts = (self._batch(groups, objective, tokens) for tokens in (LARGE, 1))
+            sequences = self._sequences() if self.learner.ranks.leads else []
+            whole, parts = (self._batch(sequences, objective, tokens) for tokens in (LARGE, 1))
             try:
                 return [
                     *self._of_logprobs(whole, objective),
@@ -88,11 +88,11 @@ class SelfTest:
                 self.learner.optimizer.gradients.clear()
                 return ["the loss or a gradient is NaN or infinite: the weights may be damaged"]
 
-    def _groups(self) -> list[UsableGroup]:
+    def _sequences(self) -> list[UsableSequence]:
         vocabulary = vocabulary_of(self.learner.policy)
         limits = GroupLimits(vocabulary, self.learner.settings.seq_len)
         tokens = iter(probe_tokens(vocabulary, 2 * (PROMPT_TOKENS + sum(COMPLETION_TOKENS))))
-        return [usable_group(i, self._group(tokens), limits) for i in range(2)]
+        return sequences_of([self._group(tokens) for _ in range(2)], limits)
 
     def _group(self, tokens: Iterator[int]) -> ScoredGroup:
         prompt = [next(tokens) for _ in range(PROMPT_TOKENS)]
@@ -113,12 +113,14 @@ class SelfTest:
             ],
         )
 
-    def _batch(self, groups: Sequence[UsableGroup], objective: Objective, tokens: int) -> Batch:
-        """Args: groups: on rank 0; tokens: of a micro-batch"""
+    def _batch(
+        self, sequences: Sequence[UsableSequence], objective: Objective, tokens: int
+    ) -> Batch:
+        """Args: sequences: on rank 0; tokens: of a micro-batch"""
         batch = None
-        if groups:
+        if sequences:
             cut = self.learner.forward.layout.cut
-            batch = collate(groups, self.learner.settings.seq_len, tokens, cut, objective)
+            batch = collate(sequences, self.learner.settings.seq_len, tokens, cut, objective)
         batch = broadcast_batch(batch, self.learner.ranks)
         if not objective.maxent_tau:
             objective = replace(objective, maxent_tau=1.0)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -25,7 +25,7 @@ from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, Cut, collate
 from grpo_trainer.data.filter import GroupFilter, Quarantine, VersionHistory, digest
-from grpo_trainer.data.groups import GroupLimits, UsableGroup
+from grpo_trainer.data.groups import GroupLimits, UsableSequence
 from grpo_trainer.errors import DuplicatedBatch, NoEnvironmentLeft, StaleData, UnusableGroup
 
 log = structlog.get_logger()
@@ -44,34 +44,14 @@ class Position:
 
 
 @dataclass(frozen=True)
-class TakenBatch:
-    """A batch to train on.
-
-    Args:
-        groups: all its groups as received
-        batch: collated from those that can be trained on, without advantages
-        dropped: number of groups that are "unusable", "stale" (both also of the batches that were
-            skipped before this one) or "repeated" (trained on nevertheless)
-
-    Example: of batch 5 with three groups, one is too old: `TakenBatch(5, [a, b, c], batch of a and
-    c, Counter(stale=1))`.
-    """
-
-    batch_id: int
-    groups: list[ScoredGroup]
-    batch: Batch
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True)
-class PreparedBatch:
-    """What a thread computes of a batch ahead. `collated`: its usable groups, as if none of them
+class _Prepared:
+    """What a thread computes of a batch ahead. `batch`: of its usable groups, as if none of them
     were stale; None without any."""
 
     leased: LeasedBatch
-    checked: list[UsableGroup | UnusableGroup]
+    checked: list[list[UsableSequence] | UnusableGroup]
     digests: list[bytes]
-    collated: Batch | None
+    batch: Batch | None
 
 
 @dataclass(frozen=True)
@@ -106,18 +86,18 @@ class BatchSource:
         self._cut = cut
         self._clock = clock
         self._environments = EnvironmentWatch(settings.environment_return_deadline_s, clock)
-        self._ahead: PreparedBatch | None = None
+        self._ahead: _Prepared | None = None
         self._has_named_unused = False
         self._waiting: Deadline | None = None
         self._fresh_data: Deadline | None = None
         self._dropped = Counter[str]()
 
-    def look(self, position: Position) -> TakenBatch | SkippedBatch | LeasesFull | None:
+    def look(self, position: Position) -> Batch | SkippedBatch | LeasesFull | None:
         """Ask run-api for the next batch, for about a second.
 
         Returns:
-            a batch with a group to train on, or one to skip; the error of run-api if it waits for
-            acknowledgements; None if there is no batch yet
+            a batch to train on, without advantages, or one to skip; the error of run-api if it
+            waits for acknowledgements; None if there is no batch yet
 
         Raises:
             ServiceUnavailable: no batch was complete until the deadline.
@@ -169,7 +149,7 @@ class BatchSource:
         with suspended(self._waiting), self._environments.suspended():
             yield
 
-    def _taken(self, leased: LeasedBatch, step: int) -> TakenBatch | SkippedBatch:
+    def _taken(self, leased: LeasedBatch, step: int) -> Batch | SkippedBatch:
         prepared, self._ahead = self._ahead, None
         if prepared is None or prepared.leased is not leased:
             prepared = self._prepared(leased)
@@ -177,11 +157,11 @@ class BatchSource:
         self._dropped["repeated"] = 0
         self._dropped.update(found)
         if usable:
-            collated = prepared.collated
-            if collated is None or found["stale"]:
-                collated = self.collate(usable)
+            batch = prepared.batch
+            if batch is None or found["stale"]:
+                batch = self.collate(usable)
             dropped, self._dropped, self._fresh_data = self._dropped, Counter(), None
-            return TakenBatch(leased.id, leased.groups, collated, dropped)
+            return replace(batch, batch_id=leased.id, received=leased.groups, dropped=dropped)
         log.warning(
             "batch.skipped",
             batch_id=leased.id,
@@ -211,26 +191,26 @@ class BatchSource:
         that call."""
         self._ahead = self._prepared(leased)
 
-    def collate(self, groups: Sequence[UsableGroup]) -> Batch:
+    def collate(self, sequences: Sequence[UsableSequence]) -> Batch:
         settings = self.settings
         return collate(
-            groups,
+            sequences,
             settings.seq_len,
             settings.micro_batch_tokens,
             self._cut,
             settings.resolved_objective,
         )
 
-    def _prepared(self, leased: LeasedBatch) -> PreparedBatch:
+    def _prepared(self, leased: LeasedBatch) -> _Prepared:
         self._name_unused_fields(leased.groups)
         checked = self._filter.check(leased)
-        usable = [result for result in checked if isinstance(result, UsableGroup)]
+        usable = [s for found in checked if not isinstance(found, UnusableGroup) for s in found]
         digests = [digest(group) for group in leased.groups]
-        return PreparedBatch(leased, checked, digests, self.collate(usable) if usable else None)
+        return _Prepared(leased, checked, digests, self.collate(usable) if usable else None)
 
     def _filtered(
-        self, prepared: PreparedBatch, step: int
-    ) -> tuple[list[UsableGroup], Counter[str]]:
+        self, prepared: _Prepared, step: int
+    ) -> tuple[list[UsableSequence], Counter[str]]:
         """As `GroupFilter.filter`; no group is usable if the batch is in quarantine."""
         leased = prepared.leased
         if self.quarantine.holds(leased.id, leased.groups):

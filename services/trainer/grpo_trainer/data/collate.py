@@ -1,4 +1,4 @@
-"""Converts usable groups of a batch to the tensors of its micro-batches, of a bounded number of
+"""Converts usable sequences of a batch to the tensors of its micro-batches, of a bounded number of
 tokens each.
 
 Legend: B sequences of a micro-batch, T positions after the causal shift (longest sequence - 1).
@@ -6,11 +6,11 @@ Legend: B sequences of a micro-batch, T positions after the causal shift (longes
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from grpo_core.tree.objectives import AggregationName, Objective
-from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
-from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.data.groups import Tokens, UsableGroup, common_prefix
+from grpo_core.wire.fields import PROMPT_LOGPROB
+from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.data.groups import Tokens, UsableSequence, common_prefix
 from grpo_trainer.data.stats import BatchStats, batch_stats
 from grpo_trainer.ranks import Ranks
 
@@ -103,22 +103,6 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The group, environment and weights that one sequence comes from."""
-
-    group: int
-    """Index of its group in the batch."""
-    env_id: int | None
-    version: PolicyVersion | None
-    """The policy version that sampled all of it; None if it is unknown, if there are several, or if
-    its logprobs were not logged, so that a comparison would prove nothing."""
-    siblings: int
-    """Number of sequences in its group, itself included."""
-    shared_tokens: int
-    """Length of the common beginning of all these sequences: the prompt, often a little more."""
-
-
-@dataclass(frozen=True)
 class TeacherDistance:
     """Over the trained tokens of a batch. `reverse_kl`: mean of the student's logprob minus the
     teacher's, in nats, over the tokens that the teacher scored; `scored`: their share."""
@@ -129,32 +113,38 @@ class TeacherDistance:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's micro-batches, in host memory, and the groups that they are made of. `origins` and
-    `order` have one entry for each row: where it comes from, and its number among the sequences of
-    all groups. `weights_entropy`: mean over groups of the entropy of MaxEnt-GRPO's weights in nats,
-    if they are the advantages. `teacher`: comparison with a teacher, if its logprobs are part of
-    the advantages. On ranks above 0 there are the micro-batches alone.
+    """The data of one step. On ranks above 0 there are the micro-batches alone.
 
-    Example: if the second micro-batch holds the sequences 3 and 1, and the first one 0 and 2,
-    `order` is [0, 2, 3, 1].
+    Args:
+        micro_batches: in host memory
+        sequences: of each row
+        order: of each row, its number among the sequences of all groups
+        groups: those that are trained on, without padding
+        batch_id, received: the batch of run-api, and all its groups as received
+        dropped: number of its groups that are "unusable", "stale" (both also of the batches that
+            were skipped before this one) or "repeated" (trained on nevertheless)
+        weights_entropy: mean over groups of the entropy of MaxEnt-GRPO's weights in nats, if they
+            are the advantages
+        teacher: comparison with a teacher, if its logprobs are part of the advantages
+
+    Example: of batch 5 with the groups a, b and c of two completions each, b is too old. The first
+    micro-batch holds the sequences 0 and 2, the second one 3 and 1:
+
+        batch_id 5, received [a, b, c], dropped {stale: 1}, groups [a, c]
+        order        0    2      3    1
+        sequences    a0   c0     c1   a1
     """
 
     micro_batches: list[MicroBatch]
-    origins: list[Origin]
-    order: list[int]
-    stats: BatchStats | None
-    groups: Sequence[UsableGroup] = ()
+    sequences: Sequence[UsableSequence] = ()
+    order: Sequence[int] = ()
+    groups: Sequence[ScoredGroup] = ()
+    stats: BatchStats | None = None
+    batch_id: int = 0
+    received: Sequence[ScoredGroup] = ()
+    dropped: Counter[str] = field(default_factory=Counter)
     weights_entropy: float | None = None
     teacher: TeacherDistance | None = None
-
-    def tokens(self, sequence: int, length: int) -> Tensor:
-        """[length] the first `length` (at least 2) tokens of a sequence."""
-        ends = list(accumulate(len(micro.lengths) for micro in self.micro_batches))
-        number = bisect_right(ends, sequence)
-        micro = self.micro_batches[number]
-        row = sequence - ends[number] + len(micro.lengths)
-        last = micro.targets[row, length - 2 : length - 1]
-        return torch.cat([micro.inputs[row, : length - 1], last])
 
     def in_group_order(self, rows: Sequence[Tensor]) -> Tensor:
         """[sequences] Args: rows: [B] of each micro-batch"""
@@ -171,24 +161,11 @@ def broadcast_batch(batch: Batch | None, ranks: Ranks) -> Batch:
     """Rank 0's micro-batches, on every rank. Args: batch: None on other ranks"""
     known = None if batch is None else [vars(micro) for micro in batch.micro_batches]
     found = ranks.broadcast(known, "a batch") or []
-    return batch or Batch([MicroBatch(**fields) for fields in found], [], [], None)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One sequence, shifted: position t predicts targets[t]."""
-
-    inputs: list[int]
-    targets: list[int]
-    trained: list[bool]
-    behaviour_logp: list[float]
-    temperature: float
-    is_logged: bool
-    origin: Origin
+    return batch or Batch([MicroBatch(**fields) for fields in found])
 
 
 def collate(
-    groups: Sequence[UsableGroup],
+    sequences: Sequence[UsableSequence],
     seq_len: int,
     tokens_per_micro_batch: int,
     cut: Cut,
@@ -197,67 +174,52 @@ def collate(
     """Build one step's micro-batches. Sequences longer than `seq_len` tokens are cut at the end.
 
     Args:
+        sequences: of whole groups, group after group
         seq_len: in tokens
         cut: divides the sequences into micro-batches
         objective: decides the token weights
     """
-    rows = [row for i, usable in enumerate(groups) for row in _rows(i, usable, seq_len)]
     weigh = partial(
         token_weights,
         aggregation=objective.aggregation,
-        sequences=len(rows),
-        tokens=sum(sum(row.trained) for row in rows),
+        sequences=len(sequences),
+        tokens=sum(sum(sequence.trained[1:seq_len]) for sequence in sequences),
         constant=objective.aggregation_tokens or seq_len,
     )
-    micro_batches = cut([row.inputs for row in rows], tokens_per_micro_batch)
+    inputs = [sequence.tokens[:seq_len][:-1] for sequence in sequences]
+    parts = cut(inputs, tokens_per_micro_batch)
+    order = [i for part in parts for i in part]
+    groups = [sequence.group for sequence in sequences if sequence.index == 0]
     return Batch(
-        micro_batches=[_micro_batch([rows[i] for i in part], weigh) for part in micro_batches],
-        origins=[rows[i].origin for part in micro_batches for i in part],
-        order=[i for part in micro_batches for i in part],
-        stats=batch_stats(groups, seq_len),
-        groups=groups,
+        [_micro_batch([sequences[i] for i in part], seq_len, weigh) for part in parts],
+        [sequences[i] for i in order],
+        order,
+        groups,
+        batch_stats(groups, seq_len),
     )
 
 
-def _rows(index: int, usable: UsableGroup, seq_len: int) -> Iterable[_Row]:
-    """Args: index: of the group in the batch"""
-    group, versions = usable.group, usable.facts.policy_version
-    if len(versions) != group.size:
-        versions = []
-    # The first and the last in alphabetical order differ where any two differ.
-    shared = common_prefix(min(group.tokens), max(group.tokens))
-    for i in range(group.size):
-        tokens, masks = group.tokens[i][:seq_len], group.masks[i][:seq_len]
-        first, last = versions[i] if versions else (None, None)
-        version = first if first == last and usable.is_logged else None
-        yield _Row(
-            inputs=tokens[:-1],
-            targets=tokens[1:],
-            trained=[mask != MASKED for mask in masks[1:]],
-            behaviour_logp=usable.inference_logprobs[i][1:seq_len],
-            temperature=usable.temperatures[i],
-            is_logged=usable.is_logged or usable.has_own_logprobs,
-            origin=Origin(index, group.env_id, version, group.size, shared),
-        )
-
-
-def _micro_batch(rows: list[_Row], weigh: Callable[[Tensor], Tensor]) -> MicroBatch:
-    """Args: weigh: [B, T] bool, which targets are trained on → [B, T] their weights"""
-    inputs = [row.inputs for row in rows]
+def _micro_batch(
+    sequences: Sequence[UsableSequence], seq_len: int, weigh: Callable[[Tensor], Tensor]
+) -> MicroBatch:
+    """Position t predicts targets[t]. Args: weigh: [B, T] bool, which targets are trained on →
+    [B, T] their weights"""
+    inputs = [sequence.tokens[:seq_len][:-1] for sequence in sequences]
+    targets = slice(1, seq_len)
     lengths = tuple(max(1, len(row)) for row in inputs)
     column = torch.arange(max(lengths))  # [T]
     is_real = column < torch.tensor([len(row) for row in inputs]).unsqueeze(-1)  # [B, T]
-    trained = _padded([row.trained for row in rows], is_real, False, numpy.bool_)  # [B, T]
-    behaviour_logp = [row.behaviour_logp for row in rows]
+    trained = [sequence.trained[targets] for sequence in sequences]
+    behaviour_logp = [sequence.behaviour_logp[targets] for sequence in sequences]
     return MicroBatch(
         inputs=_padded(inputs, is_real, 0, numpy.int64),
-        targets=_padded([row.targets for row in rows], is_real, 0, numpy.int64),
+        targets=_padded([s.tokens[targets] for s in sequences], is_real, 0, numpy.int64),
         behaviour_logp=_padded(behaviour_logp, is_real, PROMPT_LOGPROB, numpy.float32),
-        token_weight=weigh(trained),
-        advantages=torch.zeros(len(rows), 1),
-        temperature=torch.tensor([row.temperature for row in rows]),
+        token_weight=weigh(_padded(trained, is_real, False, numpy.bool_)),
+        advantages=torch.zeros(len(sequences), 1),
+        temperature=torch.tensor([sequence.temperature for sequence in sequences]),
         lengths=lengths,
-        is_logged=tuple(row.is_logged for row in rows),
+        is_logged=tuple(s.is_logged or s.has_own_logprobs for s in sequences),
         shared=(0, *(common_prefix(a, b) for a, b in pairwise(inputs))),
     )
 

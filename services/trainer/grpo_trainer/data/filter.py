@@ -23,7 +23,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_trainer.atomic_files import write_whole
-from grpo_trainer.data.groups import GroupLimits, UsableGroup, usable_group
+from grpo_trainer.data.groups import GroupLimits, UsableSequence, usable_sequences
 from grpo_trainer.errors import (
     DamagedState,
     DuplicatedBatch,
@@ -102,7 +102,7 @@ class GroupFilter:
         self._logged: set[tuple[str, int | None]] = set()
         self._next_repeat_warning = 0
 
-    def check(self, leased: LeasedBatch) -> list[UsableGroup | UnusableGroup]:
+    def check(self, leased: LeasedBatch) -> list[list[UsableSequence] | UnusableGroup]:
         """Check each group by its contents alone. Changes nothing, so a thread can do it ahead of
         `filter`."""
         pairs = zip(leased.groups, leased.received_under, strict=True)
@@ -111,11 +111,12 @@ class GroupFilter:
     def filter(
         self,
         leased: LeasedBatch,
-        checked: Sequence[UsableGroup | UnusableGroup],
+        checked: Sequence[list[UsableSequence] | UnusableGroup],
         digests: Sequence[bytes],
         step: int,
-    ) -> tuple[list[UsableGroup], Counter[str]]:
-        """The usable groups of a batch, and how many are "unusable", "stale" or "repeated".
+    ) -> tuple[list[UsableSequence], Counter[str]]:
+        """The sequences of a batch's usable groups, and how many groups are "unusable", "stale" or
+        "repeated".
 
         Args:
             checked: of each group, as `check` returns it
@@ -135,7 +136,7 @@ class GroupFilter:
                 step=step,
             )
             self._next_repeat_warning = step + REPEAT_EVERY_STEPS
-        usable: list[UsableGroup] = []
+        usable: list[UsableSequence] = []
         problems: list[UnusableGroup] = []
         stale = 0
         rows = zip(leased.groups, leased.received_under, checked, strict=True)
@@ -143,26 +144,25 @@ class GroupFilter:
             if self._is_stale(group, received_under, step):
                 stale += 1
                 continue
-            if isinstance(result, UsableGroup):
-                usable.append(result)
-            else:
+            if isinstance(result, UnusableGroup):
                 problems.append(result)
+            else:
+                usable += result
             self._log_first(group, result)
-        self._recent.append((len(problems), len(usable) + len(problems)))
+        self._recent.append((len(problems), len(checked) - stale))
         if problems:
             self._raise_if_systematic(problems)
         return usable, Counter(unusable=len(problems), stale=stale, repeated=repeated)
 
     def _checked(
         self, index: int, group: ScoredGroup, received_under: PolicyVersion | None
-    ) -> UsableGroup | UnusableGroup:
+    ) -> list[UsableSequence] | UnusableGroup:
         try:
-            found = usable_group(index, group, self._limits)
+            found = usable_sequences(index, group, self._limits)
         except UnusableGroup as problem:
             return problem
-        own, facts, epochs = self._history.own, found.facts, self._history.epochs
-        versions = [(own(first), own(last)) for first, last in facts.policy_version]
-        used = {version for pair in versions for version in pair}
+        own, epochs = self._history.own, self._history.epochs
+        used = {own(version) for sequence in found for version in sequence.versions or ()}
         if epochs is not None and (of_others := [v for v in used if v.epoch not in epochs]):
             return UnusableGroup(
                 UnusableReason.UNPUBLISHED,
@@ -171,12 +171,16 @@ class GroupFilter:
                 "server by hand?",
             )
         under = None if received_under is None else own(received_under)
-        return replace(
-            found,
-            facts=facts.model_copy(update={"policy_version": versions}),
-            version_bound=None if versions else under,
-            received_under=under,
-        )
+        return [
+            replace(
+                sequence,
+                versions=(own(sequence.versions[0]), own(sequence.versions[1]))
+                if sequence.versions
+                else None,
+                received_under=under,
+            )
+            for sequence in found
+        ]
 
     def _is_stale(
         self, group: ScoredGroup, received_under: PolicyVersion | None, step: int
@@ -191,7 +195,7 @@ class GroupFilter:
         ages = (self._history.age(self._history.own(version), step) for version in versions)
         return any(age > self._max_staleness for age in ages)
 
-    def _log_first(self, group: ScoredGroup, result: UsableGroup | UnusableGroup) -> None:
+    def _log_first(self, group: ScoredGroup, result: object) -> None:
         """Log a problem, and advantages of the environment, once for each environment."""
         if isinstance(result, UnusableGroup) and self._is_first(result.reason, group.env_id):
             log.warning(

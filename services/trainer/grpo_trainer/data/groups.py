@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,38 +47,57 @@ class GroupLimits:
 
 
 @dataclass(frozen=True)
-class UsableGroup:
-    """A group that passed every check, with the values that the checks read.
+class UsableSequence:
+    """A sequence of a group that passed every check, with the values that training reads.
 
-    Args:
-        group: without sequences that only fill it up
-        inference_logprobs: as sent; placeholders if none are usable
-        temperatures: one for each sequence
-        zero_advantage: sequences whose advantage is set to zero
-        facts: in this trainer's numbering of policy versions
-        is_logged: the behaviour logprobs are those of the distribution that was sampled from
-        has_own_logprobs: the trainer computed `inference_logprobs`
-        version_bound: the newest policy version that may have sampled the group, if `facts` name
-            none
-        received_under: the version that was served when run-api received the group
+    Example: the second completion of the prompt 5 6, with its score in `group`:
 
-    Example: two completions, sampled at temperature 1: `UsableGroup(group, [[1, 1, -0.1], [1, 1,
-    -0.2, -0.3, -0.4]], [1.0, 1.0], [False, False], facts)`. Prompt positions have the logprob 1.
+        tokens          5    6    8    9
+        trained         no   no   yes  yes
+        behaviour_logp  1.0  1.0 -0.2 -0.3
+        temperature 1.0, index 1, shared_tokens 2, versions ((1, 7), (1, 7))
     """
 
     group: ScoredGroup
-    inference_logprobs: list[list[float]]
-    temperatures: list[float]
-    zero_advantage: list[bool]
-    facts: RolloutFacts
-    is_logged: bool = True
-    has_own_logprobs: bool = False
-    version_bound: PolicyVersion | None = None
+    """Without sequences that only fill it up."""
+    group_index: int
+    """Place of its group in the batch."""
+    index: int
+    """Place of the sequence in its group."""
+    tokens: Tokens  # [T]
+    trained: list[bool]  # [T]
+    behaviour_logp: list[float]  # [T] as sent; placeholders if none are usable
+    temperature: float
+    shared_tokens: int
+    """Length of the common beginning of its group's sequences: the prompt, often a little more."""
+    zero_advantage: bool
+    """Its advantage is set to zero."""
+    is_logged: bool
+    """The behaviour logprobs are those of the distribution that was sampled from."""
+    has_own_logprobs: bool
+    """The trainer computed `behaviour_logp`."""
+    versions: tuple[PolicyVersion, PolicyVersion] | None
+    """Those that sampled its first and its last token, in this trainer's numbering; None if the
+    group does not name those of each sequence."""
     received_under: PolicyVersion | None = None
+    """The version that was served when run-api received the group."""
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The policy version that sampled all of it; None if it is unknown, if there are several,
+        or if its logprobs were not logged, so that a comparison would prove nothing."""
+        first, last = self.versions or (None, None)
+        return first if first == last and self.is_logged else None
+
+    @property
+    def begun_by(self) -> PolicyVersion | None:
+        """The version that sampled its first token, else the newest that may have; None if both
+        are unknown."""
+        return self.versions[0] if self.versions else self.received_under
 
 
-def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableGroup:
-    """Check one group; `index` is its place in the batch, for messages.
+def usable_sequences(index: int, group: ScoredGroup, limits: GroupLimits) -> list[UsableSequence]:
+    """Check one group. Args: index: its place in the batch
 
     Raises:
         UnusableGroup: inference_logprobs are missing or positive, the sampling options change the
@@ -108,15 +127,31 @@ def usable_group(index: int, group: ScoredGroup, limits: GroupLimits) -> UsableG
     temperatures = [_temperature(index, group, override) for override in overrides]
     if limits.needs_teacher:
         _check_teacher(index, group, temperatures)
-    return UsableGroup(
-        group=group,
-        inference_logprobs=logged,
-        temperatures=temperatures,
-        zero_advantage=[bool(override.get("set_advantage_to_zero")) for override in overrides],
-        facts=RolloutFacts.of(group),
-        is_logged=problem is None,
-        has_own_logprobs=has_own,
-    )
+    versions = RolloutFacts.of(group).policy_version
+    # The first and the last in alphabetical order differ where any two differ.
+    shared = common_prefix(min(group.tokens), max(group.tokens))
+    return [
+        UsableSequence(
+            group=group,
+            group_index=index,
+            index=i,
+            tokens=group.tokens[i],
+            trained=[mask != MASKED for mask in group.masks[i]],
+            behaviour_logp=logged[i],
+            temperature=temperatures[i],
+            shared_tokens=shared,
+            zero_advantage=bool(overrides[i].get("set_advantage_to_zero")),
+            is_logged=problem is None,
+            has_own_logprobs=has_own,
+            versions=versions[i] if len(versions) == group.size else None,
+        )
+        for i in range(group.size)
+    ]
+
+
+def sequences_of(groups: Iterable[ScoredGroup], limits: GroupLimits) -> list[UsableSequence]:
+    """Group after group. Raises `UnusableGroup` for the first group that is unusable."""
+    return [s for i, group in enumerate(groups) for s in usable_sequences(i, group, limits)]
 
 
 def _why_not_logged(index: int, group: ScoredGroup) -> UnusableGroup | None:

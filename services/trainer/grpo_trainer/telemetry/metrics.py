@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import fmean
 
 import torch
 
 from grpo_core.tree.objectives import Objective
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.data.batches import TakenBatch
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import MAX_LOG_RATIO
@@ -100,7 +101,7 @@ class StepOutcome:
     step: int
     lr: float
     objective: Objective
-    taken: TakenBatch
+    batch: Batch
     quarantined_batches: int
     failed_checks: int
     trained: PolicyVersion
@@ -112,8 +113,8 @@ class StepOutcome:
 
     @property
     def facts(self) -> BatchStats:
-        assert self.taken.batch.stats is not None, "rank 0 records"
-        return self.taken.batch.stats
+        assert self.batch.stats is not None, "rank 0 records"
+        return self.batch.stats
 
 
 def step_record(outcome: StepOutcome, steps: int) -> Record:
@@ -123,7 +124,7 @@ def step_record(outcome: StepOutcome, steps: int) -> Record:
         "step": outcome.step + 1,
         "steps": steps,
         "time_s": outcome.times["time_s"],
-        **_data(outcome.facts, outcome.taken.dropped),
+        **_data(outcome.facts, outcome.batch.dropped),
         "data/quarantined_batches": outcome.quarantined_batches,
         "checks/failed": outcome.failed_checks,
         **_training(outcome),
@@ -172,7 +173,7 @@ def _training(outcome: StepOutcome) -> dict[str, float | None]:
 
 def _policy(outcome: StepOutcome) -> dict[str, float | None]:
     sums = outcome.gradients.sums
-    has_reference = outcome.taken.batch.micro_batches[0].reference_logp is not None
+    has_reference = outcome.batch.micro_batches[0].reference_logp is not None
     return {
         "grpo/mean_ratio": sums.mean("ratio"),
         "grpo/ratio_max": sums.ratio_max if sums.tokens else None,
@@ -190,13 +191,13 @@ def _policy(outcome: StepOutcome) -> dict[str, float | None]:
 
 
 def _maxent(outcome: StepOutcome) -> dict[str, float | None]:
-    entropy = outcome.taken.batch.weights_entropy
+    entropy = outcome.batch.weights_entropy
     tau = None if entropy is None else outcome.objective.maxent_tau
     return {"maxent/tau": tau, "maxent/weights_entropy": entropy}
 
 
 def _distillation(outcome: StepOutcome) -> dict[str, float | None]:
-    teacher = outcome.taken.batch.teacher
+    teacher = outcome.batch.teacher
     if teacher is None:
         return {}
     return {"distill/reverse_kl": teacher.reverse_kl, "distill/scored_fraction": teacher.scored}
@@ -213,7 +214,7 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
         "alignment/kl_k1": _negative(sums.mean("diff")),
         "alignment/kl_k3": sums.mean("kl_k3"),
         "alignment/fresh_fraction": _mean(fresh.tokens, sums.tokens)
-        if outcome.facts.first_versions
+        if any(sequence.versions for sequence in outcome.batch.sequences)
         else None,
         "alignment/fresh_diff_abs_mean": fresh.mean if fresh.tokens else None,
     }
@@ -243,7 +244,7 @@ def _publication(outcome: StepOutcome) -> dict[str, float | None]:
 def _by_lag(outcome: StepOutcome) -> Iterator[tuple[str, float]]:
     """Name and value of each metric; those of tokens of an unknown version are missing."""
     table, trainer = outcome.gradients.tokens, outcome.trained
-    lags = torch.tensor([_lag(origin.version, trainer) for origin in outcome.taken.batch.origins])
+    lags = torch.tensor([_lag(s.version, trainer) for s in outcome.batch.sequences])
     lags = lags[table.sequence]  # [N]
     for lag in sorted(set(lags.tolist()) - {-1}):
         prefix = f"lag_{lag}{'_or_more' if lag == OLDEST_LAG else ''}"
@@ -276,10 +277,11 @@ def _metrics_of(table: TokenTable) -> Iterator[tuple[str, float]]:
 
 
 def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
-    """Staleness in steps, within the epoch: steps of other epochs cannot be compared. A bound
-    counts like a version: the completion is at least as old."""
-    facts = outcome.facts
-    versions = [*facts.first_versions, *facts.version_bounds]
+    """Staleness in steps, within the epoch: steps of other epochs cannot be compared. The version
+    of a group's arrival counts like its own: the completion is at least as old."""
+    sequences = outcome.batch.sequences
+    versions = [version for s in sequences if (version := s.begun_by) is not None]
+    bounds = [s.begun_by is not None and not s.versions for s in sequences if s.index == 0]
     epoch = outcome.published.version.epoch
     steps = [outcome.step - version.step for version in versions if version.epoch == epoch]
     found: dict[str, float | None] = {}
@@ -288,7 +290,7 @@ def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
         found["staleness/max"] = max(steps)
     if versions:
         found["staleness/other_epoch_fraction"] = 1 - len(steps) / len(versions)
-        found["staleness/bound_fraction"] = facts.bound_fraction
+        found["staleness/bound_fraction"] = fmean(bounds)
     return found
 
 

@@ -40,7 +40,7 @@ from grpo_core.tree.trainer_command import config_yaml
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.checkpoint.store import RngState, SavedState, shapes_of
-from grpo_trainer.data.batches import TakenBatch
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.functions import files_of
 from grpo_trainer.learner import GradientStats, Learner
@@ -124,18 +124,18 @@ class ProvenanceLog:
     def step_taken(
         self,
         step_input: StepInput,
-        taken: TakenBatch,
+        batch: Batch,
         gradients: GradientStats,
         published: Published,
     ) -> None:
         """Record a publication once its digests, which were begun, and its batch are known."""
-        batch = RecordedBatch(step_input, [usable.group for usable in taken.batch.groups])
-        self._batch = self._thread.submit(self._write_batch, batch) if self._keep else None
+        recorded = RecordedBatch(step_input, [*batch.groups])
+        self._batch = self._thread.submit(self._write_batch, recorded) if self._keep else None
         self._begin(
             lambda digests, digest: self._publication(
                 published.version,
                 digests,
-                batch_id=taken.batch_id,
+                batch_id=batch.batch_id,
                 batch=digest,
                 loss=gradients.loss,
                 grad_norm=gradients.norm,

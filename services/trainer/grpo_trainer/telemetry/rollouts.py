@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from queue import Full, Queue
 from statistics import fmean
@@ -34,9 +34,9 @@ from grpo_core.tracker import Table
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.fields import FLOAT32_MAX
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.token_table import TokenTable
 
@@ -72,7 +72,7 @@ class StepRollouts:
     tokens: TokenTable
 
     @property
-    def groups(self) -> Sequence[UsableGroup]:
+    def groups(self) -> Sequence[ScoredGroup]:
         return self.batch.groups
 
     def records(self) -> list[RolloutRecord]:
@@ -81,14 +81,14 @@ class StepRollouts:
 
     def records_of(self, group: int) -> list[RolloutRecord]:
         """Args: group: index in the batch"""
-        usable = self.groups[group]
-        records = records_of_group(self.step, group, usable.group, usable.facts)
+        records = records_of_group(self.step, group, self.groups[group])
         for record, row in zip(records, self._rows_of[group], strict=True):
-            self._complete(record, usable, row)
+            self._complete(record, row)
         return records
 
-    def _complete(self, record: RolloutRecord, usable: UsableGroup, row: int) -> None:
+    def _complete(self, record: RolloutRecord, row: int) -> None:
         """Add what the trainer knows, and leave out the tokens that were cut off."""
+        sequence = self.batch.sequences[row]
         begin, end = self._ends[row : row + 2]
         cut = int(self._positions[end - 1]) + 1 if end > begin else 0
         record.mask[cut:] = [0] * (len(record.mask) - cut)
@@ -96,14 +96,14 @@ class StepRollouts:
         # Where none were logged, the batch has the trainer's own.
         record.behaviour_logprobs = (
             self._behaviour_logp[begin:end]
-            if usable.is_logged
+            if sequence.is_logged
             else record.behaviour_logprobs[: end - begin]
         )
         record.teacher_logprobs = record.teacher_logprobs[: end - begin]
         record.advantage = self._advantage(row)
-        record.temperature = usable.temperatures[record.index]
-        first = PolicyVersion(*record.versions[0]) if record.versions else usable.version_bound
-        record.staleness = self._staleness(first)
+        record.temperature = sequence.temperature
+        record.versions = [list(v) for v in sequence.versions] if sequence.versions else None
+        record.staleness = self._staleness(sequence.begun_by)
 
     def _advantage(self, row: int) -> float | None:
         """[T] of the batch has a value for each target: target t is the token at t + 1."""
@@ -147,9 +147,9 @@ class StepRollouts:
     @cached_property
     def _rows_of(self) -> list[list[int]]:
         """The rows of each group's sequences."""
-        row_of = {number: row for row, number in enumerate(self.batch.order)}
-        numbers = count()
-        return [[row_of[next(numbers)] for _ in range(u.group.size)] for u in self.groups]
+        order = self.batch.order
+        rows = iter(sorted(range(len(order)), key=order.__getitem__))
+        return [[*islice(rows, group.size)] for group in self.groups]
 
 
 def _rounded(values: NDArray[numpy.float32]) -> list[float]:
@@ -288,9 +288,9 @@ def samples_are_due(step: int) -> bool:
 def sample_table(rollouts: StepRollouts) -> Table:
     """Sequences whose scores range from the step's worst to its best."""
     places = [
-        (score, group, index)
-        for group, usable in enumerate(rollouts.groups)
-        for index, score in enumerate(usable.group.scores)
+        (score, number, index)
+        for number, group in enumerate(rollouts.groups)
+        for index, score in enumerate(group.scores)
     ]
     places.sort()
     count = min(SAMPLES, len(places))

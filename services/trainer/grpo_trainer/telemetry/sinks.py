@@ -190,9 +190,9 @@ class Recorder:
         shown = {name: value for name, value in record.items() if not name.startswith("lag_")}
         log.info("step.finished", **shown)
         self._sinks.write(record)
-        taken, epoch = outcome.taken, outcome.published.version.epoch
+        batch, epoch = outcome.batch, outcome.published.version.epoch
         self._sinks.write_rollouts(
-            StepRollouts(outcome.step + 1, epoch, taken.batch, outcome.gradients.tokens)
+            StepRollouts(outcome.step + 1, epoch, batch, outcome.gradients.tokens)
         )
         self._ranges.look(record)
         self._totals.add(record, outcome.published.is_served)

@@ -30,7 +30,7 @@ from grpo_runs.offline.local import LocalGeneration
 from grpo_runs.offline.sampling import Sampler, require_fresh, require_own_policy, versions_of
 from grpo_runs.offline.servers import Sampling, StockVllm, choose
 from grpo_trainer.advantages import group_advantages
-from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.data.groups import GroupLimits
 from grpo_trainer.errors import PolicyMismatch
 from grpo_trainer.model.forward import _probe_batch, build_forward_pass
 from grpo_trainer.model.logprobs import logprobs_of
@@ -183,7 +183,7 @@ def test_batches_hold_every_sequence_once_with_the_advantage_of_its_whole_group(
     assert sum(sizes) == 12
     parts = [part for batch in batches for part in batch]
     assert [s for part in parts for s in part.scores] == [s for one in groups for s in one.scores]
-    whole = group_advantages([usable_group(0, one, LIMITS) for one in groups], objective)
+    whole = group_advantages(groups, objective)
     expected = [value for advantages in whole for value in advantages.tolist()]
     assert [value for part in parts for value in advantages_of(part, objective)] == expected
 
@@ -191,7 +191,7 @@ def test_batches_hold_every_sequence_once_with_the_advantage_of_its_whole_group(
 def advantages_of(part: ScoredGroup, objective: Objective) -> list[float]:
     if part.advantages:
         return [row[0] for row in part.advantages]
-    (computed,) = group_advantages([usable_group(0, part, LIMITS)], objective)
+    (computed,) = group_advantages([part], objective)
     found: list[float] = computed.tolist()
     return found
 

@@ -13,7 +13,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checks.findings import CheckName, FindingLog, RangeWatch
 from grpo_trainer.checks.groups import GroupCheck
-from grpo_trainer.data.groups import GroupLimits, usable_group
+from grpo_trainer.data.groups import GroupLimits, sequences_of
 from grpo_trainer.errors import UnusableGroup, UnusableReason
 
 END, PAD = 90, 91
@@ -46,7 +46,7 @@ def found(*batches: list[ScoredGroup]) -> list[str]:
     """Names of the findings in the last batch."""
     check, names = GroupCheck(LIMITS.end_tokens), []
     for groups in batches:
-        usable = [usable_group(i, one, LIMITS) for i, one in enumerate(groups)]
+        usable = sequences_of(groups, LIMITS)
         names = [str(finding.check) for finding in check.findings(usable, HELD)]
     return names
 
@@ -144,17 +144,17 @@ def test_a_token_after_a_trained_end_token_is_padding_or_prompt(
 ) -> None:
     one = group(answers, **{"scores": [1.0, 0.0], "group_overrides": None} | changes)
     if reason is None:
-        usable_group(0, one, LIMITS)
+        sequences_of([one], LIMITS)
         return
     with pytest.raises(UnusableGroup) as refused:
-        usable_group(0, one, LIMITS)
+        sequences_of([one], LIMITS)
     expected = UnusableReason.PROMPT_TRAINED if reason == "prompt" else reason
     assert refused.value.reason == expected
 
 
 def test_a_finding_is_logged_once_in_fifty_steps_and_counted_every_time() -> None:
     check, log = GroupCheck(LIMITS.end_tokens), FindingLog()
-    usable = [usable_group(0, FAULTS[CheckName.END_TOKEN_MASKED], LIMITS)]
+    usable = sequences_of([FAULTS[CheckName.END_TOKEN_MASKED]], LIMITS)
     with capture_logs() as logs:
         counts = [log.report(check.findings(usable, HELD), step) for step in range(51)]
     assert counts == [1] * 51

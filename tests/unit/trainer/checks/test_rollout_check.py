@@ -28,13 +28,12 @@ from grpo_trainer.checks.rollouts import (
     groups_with_unlikely_prefix,
     single_tokens,
 )
-from grpo_trainer.data.collate import Origin
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.logprobs import token_values
 from grpo_trainer.token_table import TokenTable
 from tests.unit.trainer.forward_rig import qwen
-from tests.unit.trainer.groups import collated
+from tests.unit.trainer.groups import collated, group, usable
 
 HELD, OLDER = PolicyVersion(2, 8), PolicyVersion(2, 7)
 TOLERANCE = 1e-3
@@ -341,6 +340,12 @@ def test_unlikely_shared_beginnings_by_hand() -> None:
         ([-5.0] * 99, 99, 1, False),  # a group of one
         ([-0.15] * 300, 400, 8, False),  # nearly certain when sampled, slightly less certain now
     ):
-        origins = [Origin(0, None, None, siblings, shared_tokens)] * siblings
-        unlikely = groups_with_unlikely_prefix(table_of([logp] * siblings), origins)
+        one = group(
+            tokens=[[5, 7]] * siblings,
+            masks=[[MASKED, 7]] * siblings,
+            scores=[0.0] * siblings,
+            inference_logprobs=[[PROMPT_LOGPROB, -0.1]] * siblings,
+        )
+        sequences = [replace(s, shared_tokens=shared_tokens) for s in usable(one)]
+        unlikely = groups_with_unlikely_prefix(table_of([logp] * siblings), sequences)
         assert unlikely == ({0} if is_unlikely else set())

@@ -14,10 +14,10 @@ from torch import Tensor
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.findings import CheckName
 from grpo_trainer.checks.sampling import LOOK_EVERY_STEPS, RatioCheck, SamplingCheck
-from grpo_trainer.data.collate import Batch, Origin
-from grpo_trainer.data.stats import BatchStats
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.model.logprobs import probability_above
 from grpo_trainer.token_table import TokenTable
+from tests.unit.trainer.groups import group, usable
 
 V, SEQUENCES, LENGTH, STEPS = 40, 64, 5, 10
 N = SEQUENCES * LENGTH
@@ -103,9 +103,7 @@ def test_one_environment_among_others_is_named() -> None:
 
 def findings(sampler: Sampler, steps: int) -> set[CheckName]:
     """Without a policy: only steps that compute nothing again."""
-    origins = [Origin(0, None, None, 1, 0)] * SEQUENCES
-    stats = BatchStats(0, 0.0, {}, 0.0, 0.0, 0.0, 0.0, [], [], 0.0, None)
-    batch = Batch([], origins, list(range(SEQUENCES)), stats)
+    batch = Batch([], usable(group())[:1] * SEQUENCES, range(SEQUENCES))
     check = SamplingCheck(policy=None, forward=None)  # type: ignore[arg-type]
     without_look = (step for step in range(10_000) if step % LOOK_EVERY_STEPS)
     return {

@@ -25,8 +25,8 @@ from grpo_trainer.data.batches import (
     EnvironmentWatch,
     Position,
     SkippedBatch,
-    TakenBatch,
 )
+from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import DuplicatedBatch, NoEnvironmentLeft, StaleData
 from tests.unit.trainer.groups import LIMITS, good, in_order, sampled_by
@@ -140,9 +140,9 @@ def source_of(
     return BatchSource(settings, api, LIMITS, history, in_order, clock)
 
 
-def taken_from(source: BatchSource) -> TakenBatch:
+def taken_from(source: BatchSource) -> Batch:
     taken = source.look(AT)
-    assert isinstance(taken, TakenBatch)
+    assert isinstance(taken, Batch)
     return taken
 
 
@@ -157,7 +157,7 @@ def test_the_next_batch_is_requested_unless_it_is_the_last_one() -> None:
 
 def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale() -> None:
     young, old = sampled_by(30, (2, 8), (2, 8)), sampled_by(11, (2, 6), (2, 6))
-    for groups, sizes in (([good(1), young], [2]), ([old, young], [2, 1])):
+    for groups, sizes in (([good(1), young], [4]), ([old, young], [4, 2])):
         source = source_of([], under=[])
         source.collate = Mock(side_effect=source.collate)
         ahead = LeasedBatch(5, groups, [None, None])
@@ -165,7 +165,7 @@ def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale()
         source.api.poll = Mock(return_value=ahead)
         taken = taken_from(source)
         assert [len(call.args[0]) for call in source.collate.call_args_list] == sizes
-        assert len(taken.batch.origins) == 2 * sizes[-1]
+        assert len(taken.sequences) == sizes[-1]
 
 
 def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
@@ -177,7 +177,7 @@ def test_batches_of_stale_or_unusable_groups_are_passed_over_by_name() -> None:
         taken = taken_from(source)
     assert skipped == [SkippedBatch(5), SkippedBatch(6)]
     assert taken.batch_id == 7
-    assert (len(taken.batch.groups), taken.dropped["stale"], taken.dropped["unusable"]) == (2, 3, 1)
+    assert (len(taken.groups), taken.dropped["stale"], taken.dropped["unusable"]) == (2, 3, 1)
     named = [e["batch_id"] for e in logs if e["event"] == "batch.skipped"]
     assert named == [5, 6]
 

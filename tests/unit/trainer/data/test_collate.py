@@ -1,4 +1,4 @@
-"""Collation: the shift, the masks, the weights, and the origin of each sequence."""
+"""Collation: the shift, the masks, the weights, and the version of each sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_core.tree.objectives import GRPO, Objective
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.collate import Cut, Origin, by_length, by_prefix, collate
+from grpo_trainer.data.collate import Cut, by_length, by_prefix, collate
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.token_table import TokenTable
 from tests.unit.trainer.groups import VOCABULARY, P, collated, group, in_order, usable
@@ -77,9 +77,9 @@ def test_every_trained_token_arrives_once_and_sequences_weigh_the_same(
     columns = (table.sequence, table.position, table.logp, table.behaviour_logp)
     found: list[list[tuple[float, ...]]] = [[] for _ in sent]
     for number, *token in zip(*(column.tolist() for column in columns), strict=True):
-        found[number].append((batch.origins[number].group, *token))
-        ids = batch.tokens(number, token[0] + 1)
-        assert int(ids[-1]) == token[1]
+        sequence = batch.sequences[number]
+        found[number].append((sequence.group_index, *token))
+        assert sequence.tokens[token[0]] == token[1]
     assert sorted(found) == sorted(trained)
     assert weights == pytest.approx([bool(row) / len(sent) for row in found])
 
@@ -122,16 +122,16 @@ def test_advantages_of_the_environment_have_priority_over_its_scores() -> None:
     assert whole.advantages.tolist() == [[7.0], [8.0]]
 
 
-def test_origin_of_each_sequence() -> None:
+def test_version_of_each_sequence() -> None:
     """A version counts only if it is given for every sequence and sampled all of it."""
     overrides = {"policy_version": [[[1, 4], [1, 5]], [[1, 5], [1, 5]]]}
     short = {"policy_version": [[[1, 5], [1, 5]]]}
     named = group(env_id=3, group_overrides=overrides)
     batch = collated(group(group_overrides=short), named, micro_batch_size=1)
-    assert batch.origins == [
-        *[Origin(group=0, env_id=None, version=None, siblings=2, shared_tokens=2)] * 2,
-        Origin(group=1, env_id=3, version=None, siblings=2, shared_tokens=2),
-        Origin(group=1, env_id=3, version=PolicyVersion(1, 5), siblings=2, shared_tokens=2),
+    assert [(s.group_index, s.version, s.shared_tokens) for s in batch.sequences] == [
+        *[(0, None, 2)] * 2,
+        (1, None, 2),
+        (1, PolicyVersion(1, 5), 2),
     ]
 
 
@@ -147,7 +147,6 @@ def test_facts_by_hand() -> None:
     facts = collated(*both, seq_len=4).stats
     assert facts.tokens == 14
     assert facts.truncated_fraction == 0.5
-    assert facts.first_versions == [(1, 4), (1, 3)]
     assert facts.generation_s == 0.5
     assert facts.zero_variance_fraction == 0.5
     assert facts.reward_mean == pytest.approx(8 / 10)
@@ -166,5 +165,7 @@ def test_keys_with_a_foreign_meaning_are_ignored() -> None:
         "generation_seconds": "long",
         "reward_sample": {"sum": 1.0, "count": 0},
     }
-    facts = collated(group(group_overrides=foreign), group(scores=[1.0, 1.0])).stats
-    assert (facts.first_versions, facts.generation_s, facts.reward_mean) == ([], None, 0.75)
+    batch = collated(group(group_overrides=foreign), group(scores=[1.0, 1.0]))
+    assert not any(sequence.versions for sequence in batch.sequences)
+    facts = batch.stats
+    assert (facts.generation_s, facts.reward_mean) == (None, 0.75)

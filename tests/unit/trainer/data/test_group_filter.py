@@ -27,7 +27,8 @@ from grpo_trainer.data.groups import (
     LOGPROB_SLACK,
     NEUTRAL_SAMPLING,
     GroupLimits,
-    usable_group,
+    sequences_of,
+    usable_sequences,
 )
 from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
 from tests.unit.trainer.groups import (
@@ -48,7 +49,7 @@ MASKED_PROMPTS = [[MASKED, MASKED, 7], [MASKED, MASKED, 8, 9, 10]]
 def refusal(**changes: Any) -> UnusableGroup:
     with pytest.raises(UnusableGroup) as refused:
         # unchecked: run-api would refuse some of these groups
-        usable_group(4, group().model_copy(update=changes), LIMITS)
+        usable_sequences(4, group().model_copy(update=changes), LIMITS)
     return refused.value
 
 
@@ -100,9 +101,9 @@ def test_each_cause_is_refused_by_name(
 
 
 def test_a_group_of_which_seq_len_leaves_no_trained_token_is_refused() -> None:
-    assert usable_group(0, group(), GroupLimits(VOCABULARY, seq_len=3))
+    assert sequences_of([group()], GroupLimits(VOCABULARY, seq_len=3))
     with pytest.raises(UnusableGroup, match="the first trained token is token 3") as refused:
-        usable_group(0, group(), GroupLimits(VOCABULARY, seq_len=2))
+        sequences_of([group()], GroupLimits(VOCABULARY, seq_len=2))
     assert refused.value.reason is UnusableReason.CUT_OFF
 
 
@@ -123,19 +124,23 @@ def test_neutral_sampling_and_rounding_above_zero_are_accepted() -> None:
     neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 8, "temperature": 1.0}
     logprobs = [[P, P, LOGPROB_SLACK], [P, P, 0.0, 0.0, 0.0]]
     accepted = group(generation_params=neutral, inference_logprobs=logprobs)
-    assert usable_group(0, accepted, LIMITS).inference_logprobs == logprobs
+    assert [s.behaviour_logp for s in sequences_of([accepted], LIMITS)] == logprobs
+
+
+def temperatures(one: ScoredGroup) -> list[float]:
+    return [sequence.temperature for sequence in sequences_of([one], LIMITS)]
 
 
 def test_the_nearest_temperature_counts() -> None:
     said: dict[str, Any] = {}
-    assert usable_group(0, group(**said), LIMITS).temperatures == [1.0, 1.0]
+    assert temperatures(group(**said)) == [1.0, 1.0]
     for place, value, expected in (
         ("group_overrides", {"temperature": 0.7}, [0.7, 0.7]),
         ("generation_params", {"temperature": 0.5}, [0.5, 0.5]),
         ("overrides", [{"temperature": 2.0}, {}], [2.0, 0.5]),
     ):
         said[place] = value
-        assert usable_group(0, group(**said), LIMITS).temperatures == expected
+        assert temperatures(group(**said)) == expected
 
 
 def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment() -> None:
@@ -148,7 +153,7 @@ def test_bad_groups_are_dropped_counted_and_told_once_per_reason_and_environment
             group_filter, [good(6), good(7), bad(8, env_id=1), bad(9, env_id=2)], step=1
         )
     for usable, dropped in (first, second):
-        assert (len(usable), dropped["unusable"]) == (3 if usable is first[0] else 2, 2)
+        assert (len(usable), dropped["unusable"]) == (6 if usable is first[0] else 4, 2)
     told = [(entry["reason"], entry["env_id"]) for entry in logs]
     assert told == [("truncated_sampling", 1), ("truncated_sampling", 2)]
     assert "top_p=0.9" in logs[0]["problem"]
@@ -161,7 +166,7 @@ def test_the_third_batch_in_a_row_of_bad_groups_alone_ends_the_run_with_every_re
     )
     batches = [[bad(10)], [bad(11)], [good(i) for i in range(20, 30)], [bad(12)], [bad(13)]]
     sizes = [len(filtered(group_filter, batch, step=0)[0]) for batch in batches]
-    assert sizes == [0, 0, 10, 0, 0]
+    assert sizes == [0, 0, 20, 0, 0]
     with pytest.raises(UnusableGroup, match="None of the last 3 batches") as refused:
         filtered(group_filter, [without, bad(1), bad(3)], step=1)
     assert refused.value.reason is UnusableReason.NO_LOGPROBS
@@ -253,7 +258,7 @@ def test_a_group_is_as_old_as_its_oldest_completion(max_staleness: int | None, s
         good(4),  # unknown version
     ]
     usable, dropped = filtered(group_filter(max_staleness), groups, step=9)
-    assert (len(usable), dropped["stale"]) == (4 - stale, stale)
+    assert (len(usable), dropped["stale"]) == (2 * (4 - stale), stale)
 
 
 def test_a_group_of_weights_that_no_trainer_published_is_dropped(tmp_path: Path) -> None:
@@ -268,7 +273,7 @@ def test_a_group_of_weights_that_no_trainer_published_is_dropped(tmp_path: Path)
         good(4),  # unknown version
     ]
     usable, dropped = filtered(chosen, groups, step=9)
-    assert (len(usable), dropped["unusable"]) == (3, 1)
+    assert (len(usable), dropped["unusable"]) == (6, 1)
 
 
 def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_came() -> None:
@@ -276,7 +281,11 @@ def test_a_group_without_a_version_is_as_old_as_the_one_that_was_served_when_it_
     groups = [good(1), good(2), *named, good(5)]
     under = [OLD, YOUNG, OLD, YOUNG, None]  # a version that the group names has priority
     usable, dropped = filtered(group_filter(2), groups, 9, under)
-    assert [one.version_bound for one in usable] == [YOUNG, None, None]
+    assert [(s.begun_by, s.version) for s in usable if s.index == 0] == [
+        (YOUNG, None),
+        ((2, 8), (2, 8)),
+        (None, None),
+    ]
     assert dropped["stale"] == 2
 
 
@@ -285,15 +294,15 @@ def test_a_group_that_is_filled_up_keeps_the_versions_of_its_own_completions() -
         update={"overrides": [{}, {"finish_reason": "padding"}]}
     )
     ((one,), _) = filtered(group_filter(None), [padded], 9)
-    assert one.facts.policy_version == [(PolicyVersion(2, 9), PolicyVersion(2, 9))]
+    assert one.versions == (PolicyVersion(2, 9), PolicyVersion(2, 9))
 
 
 def test_a_version_of_the_same_weights_before_the_restart_is_the_first_of_this_trainer() -> None:
-    (before, after), _ = filtered(
+    (before, _, after, _), _ = filtered(
         group_filter(None), [sampled_by(1, (1, 6), (1, 6)), good(2)], 6, [None, PolicyVersion(1, 6)]
     )
-    assert before.facts.policy_version == [(RESUMED.first, RESUMED.first)] * 2
-    assert after.version_bound == after.received_under == RESUMED.first
+    assert before.versions == (RESUMED.first, RESUMED.first)
+    assert after.begun_by == after.received_under == RESUMED.first
 
 
 def test_a_bound_is_no_version_that_could_be_fresh() -> None:
@@ -301,7 +310,5 @@ def test_a_bound_is_no_version_that_could_be_fresh() -> None:
     groups = [good(1), sampled_by(2, (2, 9), (2, 9))]
     usable, _ = filtered(group_filter(None), groups, 9, [PolicyVersion(2, 9)] * 2)
     batch = collate(usable, 100, 2, in_order, GRPO)
-    assert [origin.version for origin in batch.origins] == [None] * 2 + [PolicyVersion(2, 9)] * 2
-    assert batch.stats.first_versions == [PolicyVersion(2, 9)] * 2
-    assert batch.stats.version_bounds == [PolicyVersion(2, 9)] * 2
-    assert batch.stats.bound_fraction == 0.5
+    assert [one.version for one in batch.sequences] == [None] * 2 + [PolicyVersion(2, 9)] * 2
+    assert [one.begun_by for one in batch.sequences] == [PolicyVersion(2, 9)] * 4

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_core.tree.objectives import Objective, resolved
 from grpo_core.wire.fields import MASKED
+from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import (
     completion_weights,
@@ -22,7 +23,7 @@ from grpo_trainer.advantages import (
     with_advantages,
 )
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.groups import UsableGroup
+from grpo_trainer.data.groups import UsableSequence
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import plain_forward
 from tests.unit.trainer.forward_rig import qwen
@@ -44,7 +45,7 @@ def three(**changes: object) -> ScoredGroup:
 
 
 def weighted_batch(
-    groups: Sequence[UsableGroup], objective: Objective = OBJECTIVE
+    sequences: Sequence[UsableSequence], objective: Objective = OBJECTIVE
 ) -> tuple[Batch, Tensor]:
     """Micro-batches of two sequences, in another order; and log-likelihoods of a reference."""
 
@@ -52,7 +53,7 @@ def weighted_batch(
         numbers = list(range(len(sequences)))[::-1]
         return [numbers[start : start + size] for start in numbers[::-1][::size]]
 
-    batch = collate(groups, 100, 2, backwards, objective)
+    batch = collate(sequences, 100, 2, backwards, objective)
     generator = torch.Generator().manual_seed(1)
     known = [
         replace(m, reference_logp=-torch.rand(m.targets.shape, generator=generator))
@@ -82,12 +83,12 @@ def by_sequence(batch: Batch, values: Sequence[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_loss_and_gradient_are_those_of_the_written_out_sum(normalize: bool) -> None:
     objective = replace(OBJECTIVE, maxent_length_normalize_ref=normalize)
-    groups, policy = usable(three(), group()), qwen()
-    batch, _ = weighted_batch(groups, objective)
+    groups, policy = (three(), group()), qwen()
+    batch, _ = weighted_batch(usable(*groups), objective)
 
     references = [m.reference_logp for m in batch.micro_batches if m.reference_logp is not None]
     sums = [row.sum() / (len(row) if normalize else 1) for row in by_sequence(batch, references)]
-    scores = [torch.tensor(usable.group.scores) for usable in groups]
+    scores = [torch.tensor(one.scores) for one in groups]
     priors = torch.stack(sums).split([3, 2])
     weights = [
         completion_weights(score, reference, objective, 0.2)
@@ -117,11 +118,11 @@ def test_the_sequences_of_a_rollout_share_its_weight_by_their_tokens() -> None:
 
 
 def test_groups_of_equal_scores_are_trained_on_and_sent_advantages_stay() -> None:
-    groups = usable(group(scores=[1.0, 1.0]), group(advantages=[[5.0], [6.0]]))
-    batch, _ = weighted_batch(groups, WITHOUT_PRIOR)
+    equal, sent = group(scores=[1.0, 1.0]), group(advantages=[[5.0], [6.0]])
+    batch, _ = weighted_batch(usable(equal, sent), WITHOUT_PRIOR)
     assert advantages_of(batch) == pytest.approx([1.0, 1.0, 5.0, 6.0])
     assert batch.weights_entropy == pytest.approx(log(2))  # of the first group
-    assert weighted_batch(groups[1:])[0].weights_entropy is None
+    assert weighted_batch(usable(sent))[0].weights_entropy is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_a_rollout_with_several_sequences_counts_once_and_padding_not_at_all() -
     assert advantages_of(batch) == pytest.approx([1.0, 1.0, -1.0])
     weights = torch.cat([micro.token_weight.sum(-1) for micro in batch.micro_batches])
     assert weights.tolist() == pytest.approx([1 / 3] * 3)
-    assert len(batch.stats.first_versions) == 3
+    assert [s.versions for s in batch.sequences] == [(PolicyVersion(0, 0),) * 2] * 3
 
 
 def test_a_long_completion_loses_part_of_its_score() -> None:

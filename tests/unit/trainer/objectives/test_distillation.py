@@ -16,7 +16,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.checks.groups import GroupCheck
 from grpo_trainer.data.collate import Batch, collate
-from grpo_trainer.data.groups import Tokens, usable_group
+from grpo_trainer.data.groups import Tokens, sequences_of
 from grpo_trainer.errors import UnusableGroup
 from grpo_trainer.losses import policy_loss
 from tests.unit.trainer.groups import LIMITS, P, batch_of, group, in_order, taught, usable
@@ -132,19 +132,19 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:
 
 
 def test_groups_without_a_teacher_are_refused_by_name() -> None:
-    assert usable_group(0, taught(group()), NEEDS_TEACHER)
+    assert sequences_of([taught(group())], NEEDS_TEACHER)
     nothing: list[list[list[float]]] = [[[]] * 3, [[]] * 5]
     for without in group(), group(distill_token_ids=nothing, distill_logprobs=nothing):
         with pytest.raises(UnusableGroup, match=r"no distill_logprobs .*--teacher-url") as raised:
-            usable_group(0, without, NEEDS_TEACHER)
+            sequences_of([without], NEEDS_TEACHER)
         assert raised.value.reason == "no_teacher_logprobs"
 
 
 def test_groups_at_another_temperature_than_the_teachers_are_refused() -> None:
     cold = taught(group(overrides=[{}, {"temperature": 0.5}]))
-    assert usable_group(0, cold, LIMITS)
+    assert sequences_of([cold], LIMITS)
     with pytest.raises(UnusableGroup, match=r"at temperature 0\.5, but a teacher's") as raised:
-        usable_group(0, cold, NEEDS_TEACHER)
+        sequences_of([cold], NEEDS_TEACHER)
     assert raised.value.reason == "temperature"
 
 

@@ -15,12 +15,11 @@ from grpo_runs.__main__ import run as grpo_run
 from grpo_trainer.__main__ import main as grpo
 from grpo_trainer.advantages import group_advantages
 from grpo_trainer.checks.self_test import require_own_functions
-from grpo_trainer.data.groups import usable_group
 from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.losses import policy_loss
 from grpo_trainer.telemetry.provenance import code_of
 from tests.unit.conftest import Mistake
-from tests.unit.trainer.groups import LIMITS, good
+from tests.unit.trainer.groups import good
 
 OWN = """
 def squared(tokens, objective):
@@ -51,8 +50,7 @@ def test_they_take_the_place_of_the_named_ones(own: str) -> None:
     columns = (torch.tensor([[-1.0]]), torch.tensor([[3.0]]), torch.tensor([[0.5]]))
     logp = torch.tensor([[-1.0]]) + torch.tensor(2.0).log()
     assert float(policy_loss(logp, *columns, objective)) == pytest.approx(-0.5 * 4 * 3)
-    usable = usable_group(0, good(0, scores=[0.0, 1.0]), LIMITS)
-    (found,) = group_advantages([usable], objective)
+    (found,) = group_advantages([good(0, scores=[0.0, 1.0])], objective)
     assert found.tolist() == [-1.0, 1.0]
 
 

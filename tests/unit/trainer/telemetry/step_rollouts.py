@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.groups import GroupLimits, Tokens, UsableGroup, usable_group
+from grpo_trainer.data.groups import GroupLimits, Tokens, UsableSequence, sequences_of
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.token_table import TokenTable
@@ -20,14 +20,15 @@ def shuffled(sequences: Sequence[Tokens], size: int) -> list[list[int]]:
 
 
 def rollouts_of(
-    groups: list[UsableGroup], seq_len: int = 100, step: int = 6, size: int = 2
+    sequences: list[UsableSequence], seq_len: int = 100, step: int = 6, size: int = 2
 ) -> StepRollouts:
     """The trainer's logprob of token t is -t / 100."""
-    batch = batch_of(groups, GRPO, seq_len, size, shuffled)
+    batch = batch_of(sequences, GRPO, seq_len, size, shuffled)
     values = [TokenValues(*[-micro.targets / 100] * 3) for micro in batch.micro_batches]
     tokens = TokenTable.of(batch.micro_batches, values)
     return StepRollouts(step, epoch=1, batch=batch, tokens=tokens)
 
 
-def usable_of(sent: ScoredGroup, recomputes: bool = False) -> UsableGroup:
-    return usable_group(0, sent, GroupLimits(VOCABULARY, 100, recomputes))
+def usable_of(*sent: ScoredGroup) -> list[UsableSequence]:
+    """Logprobs may be missing."""
+    return sequences_of(sent, GroupLimits(VOCABULARY, 100, recomputes=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +15,14 @@ import torch
 from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment
-from grpo_trainer.data.batches import TakenBatch
-from grpo_trainer.data.collate import Batch, Origin, TeacherDistance
+from grpo_trainer.data.collate import Batch, TeacherDistance
 from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import NO_SUMS
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
 from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Incidents, Published, Reach
-from tests.unit.trainer.groups import collated, group
+from tests.unit.trainer.groups import collated, group, usable
 
 SUMS = replace(
     NO_SUMS,
@@ -40,9 +40,6 @@ FACTS = BatchStats(
     zero_variance_fraction=0.1,
     truncated_fraction=0.2,
     completion_tokens_mean=12.5,
-    first_versions=[PolicyVersion(3, 7)],
-    version_bounds=[],
-    bound_fraction=0.0,
     generation_s=0.3,
 )
 
@@ -56,24 +53,35 @@ def table(diff: list[float]) -> TokenTable:
 DIFFERENCES = [0.1, -1.1, 0.4, 0.8]
 RATIOS = [math.exp(difference) for difference in DIFFERENCES]
 K3 = sum(math.exp(d) - 1 - d for d in DIFFERENCES) / 4
-ORIGINS = [Origin(0, None, PolicyVersion(3, 6), 1, 0)]
+V = PolicyVersion
 
 
-def taken(facts: BatchStats, origins: list[Origin]) -> TakenBatch:
-    """With a reference model, weights of MaxEnt-GRPO, and a teacher."""
+def batch_of(versions: Sequence[V], bounds: Sequence[V] = (), facts: BatchStats = FACTS) -> Batch:
+    """With a reference model, weights of MaxEnt-GRPO, and a teacher. Each completion is a group.
+
+    Args: versions, bounds: of the completions
+    """
     (micro,) = collated(group()).micro_batches
-    known = replace(micro, reference_logp=micro.behaviour_logp)
-    batch = Batch(
-        [known], origins, [0], facts, weights_entropy=0.7, teacher=TeacherDistance(0.3, 0.9)
+    one = replace(usable(group())[0], versions=None, received_under=None)
+    sequences = [
+        *(replace(one, versions=(version, version)) for version in versions),
+        *(replace(one, received_under=bound) for bound in bounds),
+    ]
+    return Batch(
+        [replace(micro, reference_logp=micro.behaviour_logp)],
+        sequences or [one],
+        stats=facts,
+        dropped=Counter(unusable=3, repeated=1, stale=2),
+        weights_entropy=0.7,
+        teacher=TeacherDistance(0.3, 0.9),
     )
-    return TakenBatch(1, [], batch, Counter(unusable=3, repeated=1, stale=2))
 
 
 OUTCOME = StepOutcome(
     step=7,
     lr=1e-4,
     objective=replace(GRPO, kl_coef=0.05, maxent_tau=0.2),
-    taken=taken(FACTS, ORIGINS),
+    batch=batch_of([V(3, 6)]),
     quarantined_batches=0,
     failed_checks=1,
     trained=PolicyVersion(3, 7),
@@ -130,7 +138,7 @@ def test_every_value_by_hand() -> None:
             **{"publication/first_serves_time": 0.2, "publication/all_serve_time": 0.3},
             **{"publication/servers_left": 3, "publication/repeated_announcements": 4},
             **{"publication/unanswered_checks": 5},
-            **{"staleness/mean": 0, "staleness/max": 0, "staleness/other_epoch_fraction": 0},
+            **{"staleness/mean": 1, "staleness/max": 1, "staleness/other_epoch_fraction": 0},
             **{"staleness/bound_fraction": 0},
             **{"lag_1/tokens": 4, "lag_1/kl_k1": -0.05, "lag_1/kl_k3": K3, "lag_1/entropy": 2.0},
             **{"lag_1/diff_abs_mean": 0.6, "lag_1/diff_abs_p99": 1.1, "lag_1/diff_abs_max": 1.1},
@@ -167,26 +175,21 @@ def test_times_of_a_step() -> None:
     }
 
 
-V = PolicyVersion
-
-
 @pytest.mark.parametrize(
     ("versions", "bounds", "expected"),
     [
         # Steps of an earlier trainer's versions cannot be compared.
         ([V(3, 7), V(3, 4), V(2, 7), V(1, 90)], [], (1.5, 3, 0.5, 0.0)),
         # A bound counts like a version.
-        ([V(3, 6)], [V(3, 4), V(3, 4)], (7 / 3, 3, 0.0, 0.5)),
-        ([], [V(3, 4)], (3, 3, 0.0, 0.5)),
+        ([V(3, 6)], [V(3, 4), V(3, 4)], (7 / 3, 3, 0.0, 2 / 3)),
+        ([], [V(3, 4)], (3, 3, 0.0, 1.0)),
         ([], [], (None, None, None, None)),
     ],
 )
 def test_staleness_at_step_7_of_epoch_3(
     versions: list[V], bounds: list[V], expected: tuple[float | None, ...]
 ) -> None:
-    fraction = 0.5 if bounds else 0.0
-    facts = replace(FACTS, first_versions=versions, version_bounds=bounds, bound_fraction=fraction)
-    found = step_record(replace(OUTCOME, taken=taken(facts, ORIGINS)), 10)
+    found = step_record(replace(OUTCOME, batch=batch_of(versions, bounds)), 10)
     names = ("mean", "max", "other_epoch_fraction", "bound_fraction")
     assert [found.get(f"staleness/{name}") for name in names] == pytest.approx(expected)
     assert ("alignment/fresh_fraction" in found) == bool(versions)  # a bound is never fresh
@@ -195,7 +198,7 @@ def test_staleness_at_step_7_of_epoch_3(
 def test_undefined_values_are_absent_not_zero() -> None:
     nothing = replace(
         OUTCOME,
-        taken=taken(replace(FACTS, first_versions=[], generation_s=None), ORIGINS),
+        batch=batch_of([], facts=replace(FACTS, generation_s=None)),
         gradients=GradientStats((0.0, 0.0, 0.0), NO_SUMS, table([]), norm=1.5),
         fresh=Distance(0, 0.0, 0.0, 0.0),
         published=Published(PolicyVersion(3, 8), 0.0),

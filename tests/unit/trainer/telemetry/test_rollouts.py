@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from grpo_core.rollouts.files import read_steps, steps_in, write_step
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.data.groups import UsableGroup
 from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.telemetry import rollouts
 from grpo_trainer.telemetry.rollouts import (
@@ -37,11 +37,8 @@ def test_every_value_finds_its_sequence_in_a_reordered_and_cut_batch() -> None:
     """Step 6 updates the weights that took 5 steps."""
     sampled = {"policy_version": [[[1, 3], [1, 4]], [[2, 3], [2, 3]]]}
     hot = {"temperature": 0.5}
-    groups = [
-        usable_of(group(advantages=PER_TOKEN)),
-        usable_of(group(group_overrides=sampled | hot)),
-    ]
-    found = rollouts_of(groups, seq_len=4).records()
+    groups = group(advantages=PER_TOKEN), group(group_overrides=sampled | hot)
+    found = rollouts_of(usable_of(*groups), seq_len=4).records()
     assert [(r.group, r.index, r.score) for r in found] == [
         *[(0, 0, 1.0), (0, 1, 0.0)],
         *[(1, 0, 1.0), (1, 1, 0.0)],
@@ -61,10 +58,11 @@ def test_values_that_are_missing_or_impossible() -> None:
     """A sequence whose trained tokens are all cut off, logprobs that were not logged, a version
     that is only bounded, and a token that the policy cannot sample."""
     late = group(masks=[[-100, -100, 7], [-100, -100, -100, -100, 10]], advantages=PER_TOKEN)
-    unlogged = usable_of(group(inference_logprobs=None), recomputes=True)
-    groups = [usable_of(late), unlogged]
-    groups[1] = UsableGroup(**{**vars(unlogged), "version_bound": PolicyVersion(1, 1)})
-    step = rollouts_of(groups, seq_len=4)
+    sequences = [
+        replace(sequence, received_under=PolicyVersion(1, 1)) if sequence.group_index else sequence
+        for sequence in usable_of(late, group(inference_logprobs=None))
+    ]
+    step = rollouts_of(sequences, seq_len=4)
     step.tokens.logp[0] = -float("inf")
     _, cut, plain, other = step.records()
     assert (cut.mask, cut.logprobs, cut.behaviour_logprobs) == ([0] * 5, [], [])
@@ -77,11 +75,11 @@ def test_values_that_are_missing_or_impossible() -> None:
 def test_the_last_step_is_on_disk_when_the_writer_is_closed(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path, keep=2)
     for step in (1, 2, 3):
-        writer.add(rollouts_of([usable_of(good(step))], step=step))
+        writer.add(rollouts_of(usable_of(good(step)), step=step))
     writer.close()
     found = list(read_steps(tmp_path))
     assert [(r.step, r.index) for r in found] == [(2, 0), (2, 1), (3, 0), (3, 1)]
-    assert found[2:] == rollouts_of([usable_of(good(3))], step=3).records()
+    assert found[2:] == rollouts_of(usable_of(good(3)), step=3).records()
 
 
 def test_at_most_two_steps_wait_for_the_disk_and_one_that_hangs_is_given_up(
@@ -96,7 +94,7 @@ def test_at_most_two_steps_wait_for_the_disk_and_one_that_hangs_is_given_up(
 
     monkeypatch.setattr(rollouts, "write_step", write)
     writer = RolloutWriter(tmp_path, keep=9, deadline_s=0.2)
-    step = rollouts_of([usable_of(good(1))])
+    step = rollouts_of(usable_of(good(1)))
     with capture_logs() as logs:
         writer.add(step)
         begins.wait(DEADLINE_S)
@@ -116,8 +114,8 @@ def test_a_full_disk_warns_once_and_the_writer_tries_again(tmp_path: Path) -> No
     with capture_logs() as logs:
         with files_of_at_most(16):
             for step in (1, 2, 3, 4):  # the fourth waits, so the second has been tried
-                writer.add(rollouts_of([usable_of(good(step))], step=step))
-        writer.add(rollouts_of([usable_of(good(5))], step=5))
+                writer.add(rollouts_of(usable_of(good(step)), step=step))
+        writer.add(rollouts_of(usable_of(good(5)), step=5))
         writer.close()
     assert [(entry["event"], entry["step"]) for entry in logs] == [("rollouts.not_written", 1)]
     assert "File too large" in logs[0]["reason"]
@@ -164,17 +162,15 @@ def test_samples_range_from_the_worst_score_to_the_best_and_fit_into_the_pipe() 
     scores = [[0.0, 0.9], [0.1, 0.8], [0.2, 0.7], [0.3, 0.6], [0.4, 0.5]]
     graded = {"grade_reason": "why"}
     groups = [
-        usable_of(
-            group(
-                scores=pair,
-                messages=[said] * 2,
-                overrides=[graded] * 2,
-                group_overrides={"task": "sums"},
-            )
+        group(
+            scores=pair,
+            messages=[said] * 2,
+            overrides=[graded] * 2,
+            group_overrides={"task": "sums"},
         )
         for pair in scores
     ]
-    table = sample_table(rollouts_of(groups, step=10))
+    table = sample_table(rollouts_of(usable_of(*groups), step=10))
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [row["score"] for row in rows] == [0.0, 0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.9]
     assert {(row["step"], row["task"], row["prompt"], row["reason"]) for row in rows} == {
@@ -182,5 +178,5 @@ def test_samples_range_from_the_worst_score_to_the_best_and_fit_into_the_pipe() 
     }
     assert [row["advantage"] for row in rows] == [-1.0] * 4 + [1.0] * 4
     assert len(str(rows).encode("unicode_escape")) < MAX_BYTES
-    (bare,) = sample_table(rollouts_of([usable_of(group())], size=1)).rows[:1]
+    (bare,) = sample_table(rollouts_of(usable_of(group()), size=1)).rows[:1]
     assert bare[2:5] == ["", "token ids: 5 6 8 9 10", 0.0]

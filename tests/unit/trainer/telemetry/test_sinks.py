@@ -120,7 +120,7 @@ def test_the_real_package_takes_every_record_offline(
     with capture_logs() as logs, open_sinks(settings()) as sinks:
         for step in (1, 2, 3):
             sinks.write({"step": step, f"train/loss_{step}": 0.5})
-            sinks.write_rollouts(rollouts_of([usable_of(group())], step=step))
+            sinks.write_rollouts(rollouts_of(usable_of(group()), step=step))
     assert [entry["log_level"] for entry in logs] == ["info"]
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     for word in (b"proj", b"grp", b"train/loss_1", b"train/loss_2", b"train/loss_3"):
