@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from grpo_core.settings import (
     Command,
@@ -31,24 +31,16 @@ from grpo_core.tree.environment_values import (
     REFUSED,
     UNIFORM,
     WITHOUT_EFFECT,
-    Arguments,
-    Columns,
-    Mixture,
-    Weights,
     one_policy,
-    rule_name,
     with_sections,
 )
+from grpo_core.tree.task import AgentOptions, DataOptions, EvaluationOptions, RewardOptions
 from grpo_core.tree.teacher import TeacherOptions
 from grpo_core.wire.fields import Weight
 
 PROG = "env-server"
 Action = Literal["serve", "process", "evaluate", "check"]
 ACTIONS: tuple[str, ...] = get_args(Action)
-
-
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
 
 
 def _no_program(command: str, is_here: bool) -> str | None:
@@ -65,7 +57,110 @@ def _no_program(command: str, is_here: bool) -> str | None:
     return None
 
 
-class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, ClientOptions):
+class SamplingOptions(BaseModel):
+    """How groups are sampled."""
+
+    group_size: int = Field(8, ge=1, description="Number of completions sampled for each prompt")
+    temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the most likely tokens that together have this probability. With "
+        "this option, --top-k or --repetition-penalty, the trainer needs --recompute-logprobs. "
+        "Evaluations sample without all three",
+    )
+    top_k: int = Field(
+        0, ge=0, description="Sample from this number of most likely tokens. 0: from all tokens"
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        description="Above 1, tokens that the prompt or the completion contains get less likely",
+    )
+    seq_len: int = Field(
+        2048,
+        ge=2,
+        description="A group is dropped if one of its sequences has this number of tokens or more. "
+        "A smaller --seq-len of the trainer takes precedence",
+    )
+    max_completion_tokens: Annotated[int | None, Shown(default="by task; gsm8k: 512")] = Field(
+        None,
+        ge=1,
+        description="Longest completion, in tokens. A completion that reaches this length is cut "
+        "off and then graded",
+    )
+    start_completion_tokens: Annotated[int | None, Shown(default="--max-completion-tokens")] = (
+        Field(
+            None,
+            ge=1,
+            description="Longest completion at the first training step, in tokens. It grows "
+            "linearly to --max-completion-tokens at the last step",
+        )
+    )
+    max_concurrent_groups: int = Field(
+        32,
+        ge=1,
+        le=64,
+        description="Largest number of groups that all environments of a run together sample at the"
+        " same time",
+    )
+    max_batches_offpolicy: int = Field(
+        3,
+        ge=1,
+        description="Largest number of batches that are queued or being sampled. More batches keep "
+        "the trainer busier, fewer batches keep the data fresher",
+    )
+    drop_equal_scores: Annotated[bool | None, Shown(default="on; off with --teacher-url")] = Field(
+        None,
+        description="Drop groups whose scores are all equal, because the advantages of such a group"
+        " are zero. Rewards of dropped groups still count in the reported mean reward",
+    )
+
+
+class DeadlineOptions(BaseModel):
+    """How long this environment waits."""
+
+    start_deadline_s: float = Field(
+        1800.0, gt=0.0, description="Seconds to wait for an inference server to become healthy"
+    )
+    request_deadline_s: float = Field(
+        300.0,
+        gt=0.0,
+        description="Seconds to wait for all completions of one prompt, retries included",
+    )
+    run_api_deadline_s: float = Field(
+        120.0,
+        gt=0.0,
+        description="Seconds to retry requests while run-api is unreachable",
+    )
+    trainer_deadline_s: float = Field(
+        1800.0,
+        gt=0.0,
+        description="Seconds to wait until a trainer registers. If this environment can queue no "
+        "more groups, also the seconds to wait until the trainer takes a batch",
+    )
+    next_run_deadline_s: float = Field(
+        0.0,
+        ge=0.0,
+        description="Seconds to wait for a trainer to continue the run, if the run has already "
+        "finished when this environment starts",
+    )
+
+
+class EnvironmentOptions(
+    CommandSettings,
+    DeadlineOptions,
+    EvaluationOptions,
+    AgentOptions,
+    RewardOptions,
+    DataOptions,
+    SamplingOptions,
+    TeacherOptions,
+    MetricsOptions,
+    ClientOptions,
+):
     """Environment: samples groups for a task, grades them and submits them to run-api.
 
     TASK is arithmetic, gsm8k, math or mixture; a function or a class in a file (my.py:reward) or in
@@ -86,58 +181,12 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
         variables=URL_VARIABLES,
         groups={
             "Model": ("model", "tokenizer", "inference_url", "vllm_api_key", "server_type"),
-            "Sampling": (
-                "group_size",
-                "temperature",
-                "top_p",
-                "top_k",
-                "repetition_penalty",
-                "seq_len",
-                "max_completion_tokens",
-                "start_completion_tokens",
-                "max_concurrent_groups",
-                "max_batches_offpolicy",
-                "drop_equal_scores",
-            ),
-            "Teacher": (
-                "teacher_url",
-                "teacher_model",
-                "teacher_api_key",
-                "teacher_system_prompt",
-            ),
-            "Data": (
-                "data",
-                "data_config",
-                "columns",
-                "system_prompt",
-                "template_args",
-                "task_args",
-                "mixture",
-                "curriculum",
-                "curriculum_dir",
-                "seed",
-            ),
-            "Reward": (
-                "reward_weights",
-                "reward_deadline_s",
-                "reward_workers",
-                "max_failed_rewards",
-                "mask_too_long_completions",
-                "sandbox",
-            ),
-            "Agent": (*AGENT_OPTIONS,),
-            "Evaluation": (
-                "eval_every",
-                "eval_data",
-                "held_out",
-                "eval_items",
-                "eval_samples",
-                "eval_temperature",
-                "eval_handling",
-                "eval_limit_ratio",
-                "eval_requests",
-                "eval_output",
-            ),
+            "Sampling": tuple(SamplingOptions.model_fields),
+            "Teacher": tuple(TeacherOptions.model_fields),
+            "Data": tuple(DataOptions.model_fields),
+            "Reward": tuple(RewardOptions.model_fields),
+            "Agent": tuple(AgentOptions.model_fields),
+            "Evaluation": tuple(EvaluationOptions.model_fields),
             "Actions process and check": ("output", "answers"),
             "Run": (
                 "run_api_url",
@@ -148,13 +197,7 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
                 "min_batch_allocation",
                 "untrained_dir",
             ),
-            "Deadlines": (
-                "start_deadline_s",
-                "request_deadline_s",
-                "run_api_deadline_s",
-                "trainer_deadline_s",
-                "next_run_deadline_s",
-            ),
+            "Deadlines": tuple(DeadlineOptions.model_fields),
             "Logging": (
                 "log_level",
                 "ready_file",
@@ -178,248 +221,16 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
         min_length=1, description="Name of the task, or its file or module, as described above"
     )
     action: Action = Field("serve", description="What to do with the task, as described above")
-    group_size: int = Field(8, ge=1, description="Number of completions sampled for each prompt")
-    seq_len: int = Field(
-        2048,
-        ge=2,
-        description="A group is dropped if one of its sequences has this number of tokens or more. "
-        "A smaller --seq-len of the trainer takes precedence",
-    )
-    max_completion_tokens: Annotated[int | None, Shown(default="by task; gsm8k: 512")] = Field(
-        None,
-        ge=1,
-        description="Longest completion, in tokens. A completion that reaches this length is cut "
-        "off and then graded",
-    )
-    start_completion_tokens: Annotated[int | None, Shown(default="--max-completion-tokens")] = (
-        Field(
-            None,
-            ge=1,
-            description="Longest completion at the first training step, in tokens. It grows "
-            "linearly to --max-completion-tokens at the last step",
-        )
-    )
-    temperature: float = Field(1.0, gt=0.0, allow_inf_nan=False, description="Sampling temperature")
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Sample from the most likely tokens that together have this probability. With "
-        "this option, --top-k or --repetition-penalty, the trainer needs --recompute-logprobs. "
-        "Evaluations sample without all three",
-    )
-    top_k: int = Field(
-        0, ge=0, description="Sample from this number of most likely tokens. 0: from all tokens"
-    )
-    repetition_penalty: float = Field(
-        1.0,
-        ge=0.01,
-        le=100,
-        description="Above 1, tokens that the prompt or the completion contains get less likely",
-    )
     steps: Annotated[int, Shown(default="-1, which means the trainer's last step")] = Field(
         -1, ge=-1, description="Number of the training step after which this environment stops"
     )
-    max_batches_offpolicy: int = Field(
-        3,
-        ge=1,
-        description="Largest number of batches that are queued or being sampled. More batches keep "
-        "the trainer busier, fewer batches keep the data fresher",
-    )
-    max_concurrent_groups: int = Field(
-        32,
-        ge=1,
-        le=64,
-        description="Largest number of groups that all environments of a run together sample at the"
-        " same time",
-    )
-    drop_equal_scores: Annotated[bool | None, Shown(default="on; off with --teacher-url")] = Field(
-        None,
-        description="Drop groups whose scores are all equal, because the advantages of such a group"
-        " are zero. Rewards of dropped groups still count in the reported mean reward",
-    )
     tokenizer: Annotated[str | None, Shown(default="the model's")] = Field(
         None, description="Tokenizer: a directory or an id on the Hugging Face hub"
-    )
-    data: Annotated[str | None, Shown(default="by task; gsm8k: openai/gsm8k from the hub")] = Field(
-        None,
-        min_length=1,
-        description="Data set: a file (JSON lines, CSV, Parquet or Arrow), a directory that "
-        "contains train.jsonl, or an id on the Hugging Face hub",
-    )
-    data_config: Annotated[str | None, Shown(default="by task; gsm8k: main")] = Field(
-        None, description="Name of the data set's configuration on the Hugging Face hub"
-    )
-    columns: Annotated[Columns, Shown(metavar="NAME=COLUMN,...")] = Field(
-        default_factory=dict,
-        description="Names of columns: the task's name and the data set's, for example "
-        "prompt=instruction",
-    )
-    system_prompt: Annotated[str | None, Shown(default="the task's")] = Field(
-        None, description="System message of every prompt. An empty text removes the task's own"
-    )
-    template_args: Annotated[Arguments, Shown(metavar="NAME=VALUE,...")] = Field(
-        default_factory=dict,
-        description="Arguments of the chat template, for example enable_thinking=false for Qwen3. "
-        "JSON is accepted too",
-    )
-    task_args: Annotated[Arguments, Shown(metavar="NAME=VALUE,...")] = Field(
-        default_factory=dict,
-        description="Arguments of the task, for example level=2 for arithmetic. JSON is accepted "
-        "too",
-    )
-    mixture: Annotated[Mixture, Shown(metavar="TASK=WEIGHT,...")] = Field(
-        (),
-        description="Tasks of a mixture and their shares of the groups, for example "
-        "gsm8k=0.7,arithmetic=0.3. In a YAML file, each task can have its own data and columns",
-    )
-    curriculum: Annotated[str, AfterValidator(rule_name)] = Field(
-        UNIFORM,
-        description="How often each item of a task is drawn. uniform: all items in turn. "
-        "learnable: most often those that the model solves sometimes, by the scores of their "
-        "recent groups. my.py:sampler: by the weights that your function returns",
-    )
-    curriculum_dir: Path | None = Field(
-        None,
-        description="Directory that keeps what --curriculum has measured, so that a restarted "
-        "environment goes on from it. Each environment needs a directory of its own",
     )
     untrained_dir: Path | None = Field(
         None,
         description="Directory that keeps some rollouts of groups that were dropped for their "
         "equal scores, and of evaluations. Each environment needs a directory of its own",
-    )
-    reward_weights: Annotated[
-        Weights, Shown(default="by task; 1 for each part", metavar="PART=WEIGHT,...")
-    ] = Field(
-        default_factory=dict,
-        description="Weights of the parts of the reward. Every task also has the penalties length, "
-        "repetition and overlong (-1 to 0), which count if they have a weight",
-    )
-    reward_deadline_s: float = Field(
-        30.0, gt=0.0, description="Seconds that the reward of one answer may take"
-    )
-    reward_workers: int = Field(
-        16,
-        ge=0,
-        le=256,
-        description="Number of processes in which rewards and tools run, side by side. With 0 they "
-        "run in threads of env-server: without a hard deadline, but with all state of the task",
-    )
-    max_failed_rewards: float = Field(
-        0.5,
-        ge=0.0,
-        le=1.0,
-        description="Largest share (0 to 1) of recent groups whose reward or rollout may fail. "
-        "Above it, the environment stops with the error RewardsFail or RolloutsFail",
-    )
-    mask_too_long_completions: bool = Field(
-        False,
-        description="Give completions that reached the token limit an advantage of 0",
-    )
-    sandbox: Annotated[str, Shown(metavar="KIND")] = Field(
-        "auto",
-        pattern=r"^(auto|bubblewrap|docker|docker:.+|none)$",
-        description="Where rewards and tools run code that the model wrote, if they use "
-        "grpo_env.sandbox: bubblewrap (auto is the same), docker or docker:IMAGE in a container, "
-        "none: on this machine, without protection",
-    )
-    agent_command: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
-        None,
-        min_length=1,
-        description="Task agent: the program of one rollout, for example 'python my_agent.py'. It "
-        "finds the policy through OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, or the same of "
-        "ANTHROPIC, and its row as JSON in GRPO_ROW and on its standard input. Other name: "
-        "--command",
-    )
-    agent: Annotated[str | None, Shown(metavar="FILE:FUNCTION")] = Field(
-        None,
-        min_length=1,
-        description="Task agent: a function agent(row, client) instead of a program, for example "
-        "my.py:agent. It may be async",
-    )
-    reward: Annotated[str | None, Shown(metavar="FILE:FUNCTION")] = Field(
-        None,
-        min_length=1,
-        description="Task agent: the reward, for example my.py:reward, or a task whose data and "
-        "reward are used, for example gsm8k",
-    )
-    agent_calls: int = Field(
-        32,
-        ge=1,
-        description="Largest number of calls of the policy in one rollout. After them, the rollout "
-        "is graded with what the policy said",
-    )
-    agent_tokens: Annotated[int | None, Shown(default="no limit")] = Field(
-        None,
-        ge=1,
-        description="Largest number of tokens that the policy samples in one rollout, in all calls",
-    )
-    agent_deadline_s: float = Field(
-        300.0,
-        gt=0.0,
-        description="Seconds that one rollout may take. Then the program is ended, and the rollout "
-        "has failed",
-    )
-    agent_rollouts: int = Field(
-        16,
-        ge=1,
-        description="Largest number of agents that run at the same time",
-    )
-    agent_sequences: int = Field(
-        1,
-        ge=1,
-        description="Largest number of token sequences of one rollout. A call that does not "
-        "continue an earlier conversation begins a sequence. A group has this number of sequences "
-        "for each rollout",
-    )
-    eval_every: int = Field(
-        0,
-        ge=0,
-        description="Evaluate after this number of training steps, and before the first and after "
-        "the last one. 0: never",
-    )
-    eval_data: Annotated[
-        str | None, Shown(default="test.jsonl beside train.jsonl, or --held-out")
-    ] = Field(None, min_length=1, description="Data set for evaluation, in the forms of --data")
-    held_out: Annotated[float | None, Shown(default="0.1; arithmetic: 0.2")] = Field(
-        None,
-        ge=0.0,
-        lt=1.0,
-        description="Share (0 to 1) of the rows that is kept for evaluation, if there is no other "
-        "data for it",
-    )
-    eval_items: int = Field(
-        200, ge=1, description="Largest number of items in an evaluation, chosen by --seed"
-    )
-    eval_samples: int = Field(
-        8, ge=1, description="Number of completions for each item in an evaluation"
-    )
-    eval_temperature: Annotated[float | None, Shown(default="--temperature")] = Field(
-        None,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Sampling temperature in an evaluation. 0: the most likely tokens, with one "
-        "completion for each item",
-    )
-    eval_handling: Annotated[
-        Literal["STOP_TRAIN", "LIMIT_TRAIN", "NONE"], BeforeValidator(_upper)
-    ] = Field(
-        "STOP_TRAIN",
-        description="Sampling for training during an evaluation. STOP_TRAIN: none, so that one "
-        "policy version is evaluated. LIMIT_TRAIN: with fewer groups. NONE: as usual",
-    )
-    eval_limit_ratio: float = Field(
-        0.5,
-        ge=0.0,
-        le=1.0,
-        description="Share (0 to 1) of --max-concurrent-groups that LIMIT_TRAIN leaves to training",
-    )
-    eval_requests: int = Field(
-        64, ge=1, description="Largest number of items that are evaluated at the same time"
-    )
-    eval_output: Annotated[Path | None, Shown(default="none; evaluate: eval.jsonl")] = Field(
-        None, description="File that gets one JSON line for each evaluation"
     )
     output: Annotated[Path, Shown(default="runs/rollouts.jsonl")] = Field(
         Path("runs/rollouts.jsonl"),
@@ -454,24 +265,6 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
         "environment. run-api delays a batch until the queue contains enough groups of this "
         "environment",
     )
-    seed: int = Field(0, description="Random seed for the order of the prompts")
-    run_api_deadline_s: float = Field(
-        120.0,
-        gt=0.0,
-        description="Seconds to retry requests while run-api is unreachable",
-    )
-    trainer_deadline_s: float = Field(
-        1800.0,
-        gt=0.0,
-        description="Seconds to wait until a trainer registers. If this environment can queue no "
-        "more groups, also the seconds to wait until the trainer takes a batch",
-    )
-    next_run_deadline_s: float = Field(
-        0.0,
-        ge=0.0,
-        description="Seconds to wait for a trainer to continue the run, if the run has already "
-        "finished when this environment starts",
-    )
     ready_file: Path | None = Field(
         None,
         description="File for a container's health check. The file exists while this environment "
@@ -495,14 +288,6 @@ class EnvironmentOptions(CommandSettings, TeacherOptions, MetricsOptions, Client
         "vllm",
         description="Type of the inference server. Only vllm returns the logprobs that training "
         "needs",
-    )
-    request_deadline_s: float = Field(
-        300.0,
-        gt=0.0,
-        description="Seconds to wait for all completions of one prompt, retries included",
-    )
-    start_deadline_s: float = Field(
-        1800.0, gt=0.0, description="Seconds to wait for an inference server to become healthy"
     )
 
     @field_validator("inference_url")

@@ -23,6 +23,7 @@ from grpo_core.settings.sources import read_file
 from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS
 from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.teacher import TeacherOptions
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_runs.models import (
@@ -61,7 +62,7 @@ _OF_TRAINING = frozenset(
         *("drop_equal_scores", "start_completion_tokens", "log_level", "use_wandb", "wandb_name"),
         *("weight", "min_batch_allocation", "start_deadline_s", "vllm_api_key"),
         *("curriculum", "curriculum_dir", "untrained_dir"),
-        *("teacher_url", "teacher_model", "teacher_api_key", "teacher_system_prompt"),
+        *TeacherOptions.model_fields,
     }
 )
 """Options of a run's environments that an evaluation does not take over."""
