@@ -42,6 +42,13 @@ def test_options_without_effect_are_refused_by_name(
         args.refuse_ignored_options(args.parse_engine_arguments(["--model", "m", *option]))
 
 
+def test_several_workers_are_refused_by_name_if_they_would_share_weights(args: ModuleType) -> None:
+    words = ["--model", "m", "--tensor-parallel-size", "2", "--data-parallel-size", "4"]
+    named = "supports one worker; remove --tensor-parallel-size 2, --data-parallel-size 4"
+    with pytest.raises(SystemExit, match=named):
+        args.refuse_parallel_engines(args.parse_engine_arguments(words))
+
+
 @pytest.mark.parametrize(
     ("is_slow", "asked", "found"),
     [(True, "auto", "float32"), (True, "bfloat16", "bfloat16"), (False, "auto", "auto")],

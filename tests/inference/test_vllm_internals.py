@@ -99,7 +99,7 @@ def test_obstacles_to_sharing_are_listed_at_once_but_each_cause_only_once(
 
     why_not_shareable = internals.layers.why_not_shareable
     config, no_layers = engine_config(internals, tiny_model), nn.Module()
-    model, parallel, offload = config.model_config, config.parallel_config, config.offload_config
+    model, offload = config.model_config, config.offload_config
     assert why_not_shareable(config, no_layers) == []
     config.speculative_config = SimpleNamespace(method="ngram")  # a draft without weights
     # Experts are detected by the class of their layers, not by the model's name.
@@ -111,8 +111,7 @@ def test_obstacles_to_sharing_are_listed_at_once_but_each_cause_only_once(
     (layers,) = why_not_shareable(config, packed)
     assert "(1: MLAAttention, 2: UnquantizedFusedMoEMethod, 3: UnquantizedFused" in layers
     assert "MoEMethod, and 2 more)" in layers
-    parallel.tensor_parallel_size, parallel.data_parallel_size = 2, 4
-    parallel.enable_expert_parallel = True
+    config.parallel_config.enable_expert_parallel = True
     model.quantization = "fp8"
     monkeypatch.setattr(type(model), "use_mla", True)
     monkeypatch.setattr(type(model), "get_num_experts", lambda _: 64)
@@ -127,7 +126,6 @@ def test_obstacles_to_sharing_are_listed_at_once_but_each_cause_only_once(
             "(MLA)",
             "mixture of experts (64)",
             "speculative decoding (eagle3)",
-            "several workers (--tensor-parallel-size 2, --data-parallel-size 4)",
             "--enable-expert-parallel",
             "--enable-sleep-mode",
             "--cpu-offload-gb 2.5",

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +148,7 @@ class Engine:
 
     async def status(self, **word: str | bool) -> dict[str, Any]:
         """`POST /engine/status` with the supervisor's word. Raises `EngineDoesNotAnswer`."""
-        answer: dict[str, Any] = await self._ask(
-            "POST", "/engine/status", ASK_DEADLINE_S, json=word
-        )
-        return answer
+        return await self._ask("/engine/status", word)
 
     async def load(self, weights: WeightRef) -> tuple[float, list[str]]:
         """Serve a whole model or an adapter. Returns the seconds of the pause, and the adapter
@@ -162,18 +159,17 @@ class Engine:
             EngineDoesNotAnswer: the engine may hold a part of the new weights.
         """
         body = {"directory": str(weights.path), "policy_version": list(weights.version)}
-        answer = await self._ask("POST", "/engine/weights", LOAD_DEADLINE_S, json=body)
+        answer = await self._ask("/engine/weights", body, LOAD_DEADLINE_S)
         return float(answer["pause_s"]), [str(path) for path in answer["in_use"]]
 
     async def rename_weights(self, version: tuple[int, int]) -> None:
         """Raises `EngineDoesNotAnswer`, `EngineRefused`."""
-        body = {"policy_version": list(version)}
-        await self._ask("POST", "/engine/version", ASK_DEADLINE_S, json=body)
+        await self._ask("/engine/version", {"policy_version": list(version)})
 
     async def drain(self, within_s: float) -> None:
         """Tell the engine to drain and end. Returns at once; never raises."""
         with contextlib.suppress(EngineDoesNotAnswer, EngineRefused):
-            await self._ask("POST", "/engine/drain", ASK_DEADLINE_S, json={"within_s": within_s})
+            await self._ask("/engine/drain", {"within_s": within_s})
 
     async def ended_within(self, seconds: float) -> bool:
         await asyncio.wait([self.ended], timeout=seconds)
@@ -233,13 +229,15 @@ class Engine:
         if not self.ended.done():
             self.ended.set_result(code)
 
-    async def _ask(self, method: str, path: str, deadline_s: float, **request: Any) -> Any:
+    async def _ask(
+        self, path: str, body: Mapping[str, Any], deadline_s: float = ASK_DEADLINE_S
+    ) -> dict[str, Any]:
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._http.request(method, path, timeout=deadline_s, **request)
+                response = await self._http.post(path, json=body, timeout=deadline_s)
         except (httpx.TransportError, TimeoutError) as error:
             raise EngineDoesNotAnswer(
-                f"engine {self.pid} did not answer {method} {path} within {deadline_s:g} s "
+                f"engine {self.pid} did not answer POST {path} within {deadline_s:g} s "
                 f"({str(error) or type(error).__name__})"
             ) from error
         if response.is_client_error:
@@ -250,10 +248,11 @@ class Engine:
                 raise EngineRefused(response.text) from None
         if not response.is_success:
             raise EngineDoesNotAnswer(
-                f"engine {self.pid} answered {method} {path} with status {response.status_code}: "
+                f"engine {self.pid} answered POST {path} with status {response.status_code}: "
                 f"{response.text}"
             )
-        return response.json()
+        answer: dict[str, Any] = response.json()
+        return answer
 
 
 class EngineSlot:

@@ -86,17 +86,13 @@ class Follower:
         self._served: Staged | None = None
         self._previous: Staged | None = None
         self._seen = BEFORE_ALL
-        self._returning = self._overdue = False
+        self.returning = self._overdue = False
+        """Whether it is `behind` only until it has looked for newer versions, or fetched one."""
         self._returns_at: PolicyVersion | None = None
         self._ticked_at: float | None = None
         self.progress = Progress()
         self.changed = asyncio.Event()
         """Set when `behind` may have changed."""
-
-    @property
-    def returning(self) -> bool:
-        """Whether it is `behind` only until it has looked for newer versions, or fetched one."""
-        return self._returning
 
     @property
     def in_use(self) -> frozenset[str]:
@@ -111,7 +107,7 @@ class Follower:
         self._check_absence()
         head, served = self.progress.head, self._served
         newest = head.id if head else "unknown"
-        if self._returning:
+        if self.returning:
             return f"this server was away; it first fetches the newest weights ({newest})"
         if self._overdue:
             return f"the newest weights ({newest}) are overdue: {self.progress.reason}"
@@ -128,7 +124,7 @@ class Follower:
     def returned(self) -> None:
         """Sample nothing before the newest version is served: this server may have missed some. If
         no version was ever announced, there is none to miss."""
-        self._returning, self._returns_at = self.progress.head is not None, None
+        self.returning, self._returns_at = self.progress.head is not None, None
         self.changed.set()
 
     async def join(self, waits: bool) -> WeightRef | None:
@@ -206,13 +202,13 @@ class Follower:
 
     async def _newest(self) -> Announcement | None:
         """The newest version, if it is newer than the last one that this server has handled."""
-        if not self._returning:
+        if not self.returning:
             return await self._versions.next(self._seen)
         head = await self._versions.head()
         if head is not None and head.version > self._seen:
             self._returns_at = head.version
             return head
-        self._returning = False
+        self.returning = False
         self.changed.set()
         return None
 
@@ -267,7 +263,7 @@ class Follower:
         self._served, self._previous = staged, previous
         self._seen = staged.announced.version
         # A version that was announced before the absence does not end it.
-        self._returning &= self._returns_at is None or self._seen < self._returns_at
+        self.returning &= self._returns_at is None or self._seen < self._returns_at
         self._overdue = False
         self.changed.set()
         self.progress.reason = self.progress.refused = ""

@@ -25,9 +25,7 @@ from grpo_core.weights.version_log import ServerVersionLog
 from grpo_core.weights.versions import file_below
 from grpo_vllm.http_server import require_api_key, serving
 from grpo_vllm.supervisor.engine import ENGINE_MODULE, ForkServer
-from grpo_vllm.supervisor.follower import Follower
 from grpo_vllm.supervisor.host import Sockets, require_shared_memory
-from grpo_vllm.supervisor.joining import servable
 from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.supervisor import Supervisor
 from grpo_vllm.weights.fetch import Fetcher, HttpTransport
@@ -67,7 +65,7 @@ async def _run(
     settings: ServerSettings, arguments: Sequence[str], sockets: Sockets, engine_module: str
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        store, versions, owner = ServedStore(), None, None
+        store, versions, owner, staging, fetcher = ServedStore(), None, None, None, None
         host = ForkServer(engine_module, arguments, sockets.private_path.parent)
         if (url := settings.redis) is not None:
             store = await stack.enter_async_context(
@@ -75,7 +73,11 @@ async def _run(
             )
             versions = ServerVersionLog(url, settings.run_id, settings.server_name)
             await stack.enter_async_context(versions)
-        supervisor = Supervisor(settings, sockets, store, host, versions)
+            if settings.follows:
+                staging = Staging(settings.staging, settings.loads_from)
+                transport = await stack.enter_async_context(HttpTransport(settings.api_key))
+                fetcher = Fetcher(versions, transport, staging, settings.weights_url)
+        supervisor = Supervisor(settings, sockets, store, host, versions, fetcher)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop)
@@ -84,32 +86,13 @@ async def _run(
             owner = RunOwner(url, settings.run_id, settings.server_name, settings.share_weights)
             await (await stack.enter_async_context(owner)).claim()
             stack.push_async_callback(versions.leave)
-            if settings.follows:
-                await _follow(settings, versions, supervisor, stack)
+            if staging is not None:
+                await staging.clear()
+                stack.push_async_callback(staging.clear)
         stack.push_async_callback(host.close)
         app = health_app(supervisor.status, supervisor.ready, settings)
         await stack.enter_async_context(serving(app, sockets.health))
         return await supervisor.run(owner)
-
-
-async def _follow(
-    settings: ServerSettings,
-    versions: ServerVersionLog,
-    supervisor: Supervisor,
-    stack: contextlib.AsyncExitStack,
-) -> None:
-    """Let the supervisor follow the trainer."""
-    staging = Staging(settings.staging, settings.loads_from)
-    await staging.clear()
-    stack.push_async_callback(staging.clear)
-    transport = await stack.enter_async_context(HttpTransport(settings.api_key))
-    fetcher = Fetcher(versions, transport, staging, settings.weights_url)
-    check, max_staleness = servable(settings), settings.max_staleness
-    follower = Follower(
-        versions, fetcher, supervisor.commits, check, max_staleness, supervisor.report_now
-    )
-    stack.push_async_callback(follower.close)
-    supervisor.follow(follower, fetcher)
 
 
 def _reap_strangers(host: ForkServer) -> None:

@@ -40,7 +40,7 @@ from grpo_vllm.supervisor.engine import (
 )
 from grpo_vllm.supervisor.follower import Follower, Progress
 from grpo_vllm.supervisor.host import Sockets
-from grpo_vllm.supervisor.joining import joined, require_like_others
+from grpo_vllm.supervisor.joining import joined, require_like_others, servable
 from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.restart_policy import RestartPolicy
 from grpo_vllm.weights.fetch import Fetcher
@@ -62,6 +62,7 @@ class Supervisor:
         store: records the served weights, except in `shared_vllm`, where the engine records them
         host: starts engines
         versions: takes the status; None without Redis
+        fetcher: brings what the trainer announces; None for servers that follow no trainer
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Supervisor:
         store: ServedStore,
         host: ForkServer,
         versions: ServerVersionLog | None = None,
+        fetcher: Fetcher | None = None,
     ) -> None:
         self._settings = settings
         self._sockets = sockets
@@ -78,8 +80,13 @@ class Supervisor:
         self._versions = versions
         self._slot = EngineSlot(settings, sockets, host)
         self.commits = CommitQueue()
+        self._fetcher = fetcher
         self._follower: Follower | None = None
-        self._fetcher: Fetcher | None = None
+        if versions is not None and fetcher is not None:
+            check, max_staleness = servable(settings), settings.max_staleness
+            self._follower = Follower(
+                versions, fetcher, self.commits, check, max_staleness, self.report_now
+            )
         self._policy = RestartPolicy(settings.restart_limit)
         self._phase = ServerState.STARTING
         self._reason = ""
@@ -92,10 +99,6 @@ class Supervisor:
         self._reporting = asyncio.Lock()
         self._news = asyncio.Event()
         """Set at each change that others should know of."""
-
-    def follow(self, follower: Follower, fetcher: Fetcher) -> None:
-        """Commit what the follower brings. Call this before `run`."""
-        self._follower, self._fetcher = follower, fetcher
 
     def stop(self) -> None:
         """End the engine, so that `run` returns."""
@@ -161,6 +164,8 @@ class Supervisor:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+            if self._follower is not None:
+                await self._follower.close()
 
     async def serve(self, beside: list[asyncio.Future[None]]) -> int:
         """Start an engine, let it serve, and end it for new weights or after a crash; then the next

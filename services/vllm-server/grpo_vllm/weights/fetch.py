@@ -343,23 +343,17 @@ class Fetcher:
         """A slot for this server: of the trainer if it has a free one, else of any other server,
         which the second value says. Waits while all slots are taken. Raises `NotFetched` if no
         source is left."""
-        slot, is_peer = await self._free_slot(transfer, version, failed)
-        try:
-            yield slot, is_peer
-        finally:
-            await self._versions.release_slot(slot)
-
-    async def _free_slot(
-        self, transfer: _Transfer, version: Announcement, failed: set[str]
-    ) -> tuple[Slot, bool]:
         while True:
             trainers, peers = await self._sources(version, failed | transfer.left)
             if not trainers and not peers:
                 raise NotFetched(_no_source(version, transfer.failures))
-            slot = await self._versions.take_slot([*trainers, *peers])
-            if slot is not None:
-                return slot, slot.source not in trainers
+            if (slot := await self._versions.take_slot([*trainers, *peers])) is not None:
+                break
             await asyncio.sleep(random.uniform(*ASK_AGAIN_S))
+        try:
+            yield slot, slot.source not in trainers
+        finally:
+            await self._versions.release_slot(slot)
 
     async def _sources(
         self, version: Announcement, unusable: set[str]

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform as current_platform
 from grpo_core import cpu
 from grpo_core.errors import GrpoError, ModelNotFound
 from grpo_core.weights.model_files import require_whole_model
-from grpo_vllm.engine.vllm_compat.layers import LOAD_FORMAT, PARALLEL_SIZES
+from grpo_vllm.engine.vllm_compat.layers import LOAD_FORMAT
 from grpo_vllm.engine.vllm_compat.platform_plugin import CPU_ADAPTERS
 
 if TYPE_CHECKING:
@@ -47,6 +47,12 @@ _FAILED = "Engine core initialization failed"
 READ_FORMATS = ("auto", LOAD_FORMAT)
 """Values of --load-format that read the model's own files."""
 LEAST_KV_CACHE = 512 * 2**20
+PARALLEL_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+)
 SM100_MAJOR = 10
 """Major compute capability of B200 and B300."""
 

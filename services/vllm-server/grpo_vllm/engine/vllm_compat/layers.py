@@ -25,12 +25,6 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from grpo_core import cpu
 
 LOAD_FORMAT = "grpo_shared"
-PARALLEL_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "prefill_context_parallel_size",
-)
 DRAFTS_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
 OTHER_MODES = "use --mode lora_only or none"
 NAMED_LAYERS = 3
@@ -97,7 +91,6 @@ def why_not_shareable(vllm_config: Any, model: nn.Module | None = None) -> list[
     place, with its fix; [] if there is none. Layers are checked only with `model`."""
     return [
         *_of_the_model(vllm_config, {} if model is None else _special_layers(model)),
-        *_of_the_workers(vllm_config.parallel_config),
         *_of_the_memory(vllm_config.model_config, vllm_config.offload_config),
     ]
 
@@ -127,6 +120,11 @@ def _of_the_model(vllm_config: Any, special_layers: Mapping[str, str]) -> Iterat
             f"speculative decoding ({speculative.method}): the trainer does not update the draft "
             f"model; remove --speculative-config, or {OTHER_MODES}"
         )
+    if vllm_config.parallel_config.enable_expert_parallel:
+        yield (
+            "--enable-expert-parallel: a trainer writes only one worker's weights; remove this "
+            "option"
+        )
     # Layers of quantised, MLA and expert models are reported above as one obstacle.
     if special_layers and not (quantization or model_config.use_mla or experts):
         named = [f"{name}: {served_by}" for name, served_by in special_layers.items()]
@@ -135,21 +133,6 @@ def _of_the_model(vllm_config: Any, special_layers: Mapping[str, str]) -> Iterat
         yield (
             f"a trainer cannot write layers that store weights in their own form "
             f"({', '.join(named)}); {OTHER_MODES}"
-        )
-
-
-def _of_the_workers(parallel: Any) -> Iterator[str]:
-    several = {name: getattr(parallel, name) for name in PARALLEL_SIZES}
-    flags = [f"--{n.replace('_', '-')} {size}" for n, size in several.items() if size > 1]
-    if flags:
-        yield (
-            f"several workers ({', '.join(flags)}): a trainer writes only one worker's weights; "
-            f"remove these options, or {OTHER_MODES}"
-        )
-    if parallel.enable_expert_parallel:
-        yield (
-            "--enable-expert-parallel: a trainer writes only one worker's weights; remove this "
-            "option"
         )
 
 
