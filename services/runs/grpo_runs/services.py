@@ -7,10 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError
@@ -18,7 +16,7 @@ from grpo_core.process import describe_exit, killed_with_parent
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import WITHOUT_REDIS, redis_password
 from grpo_core.service_url import hide_passwords
-from grpo_core.settings import Given, without_secrets
+from grpo_core.settings import without_secrets
 from grpo_core.settings.command import URL_VARIABLES
 from grpo_core.settings.machine import SMOLLM2, does_not_answer
 from grpo_core.sockets import no_proxy
@@ -106,7 +104,7 @@ def _run_api(
     return Service(
         name="run-api",
         role="queues scored groups and hands out batches",
-        command=module("grpo_api", *words_of(RUN_API, values)),
+        command=module("grpo_api", *given_words(VIEWS[RUN_API], values)),
         healthy=lambda: probe.answers(places.run_api_url),
         deadline_s=settings.sizes.start_deadline_s,
         deadline_option="--start-deadline-s",
@@ -133,7 +131,7 @@ def server_of(
     return Service(
         name=places.server_names[number],
         role=SAMPLES,
-        command=module(MODULES[SERVER], *words_of(SERVER, values), *words),
+        command=module(MODULES[SERVER], *given_words(VIEWS[SERVER], values), *words),
         healthy=healthy,
         deadline_s=deadline_s,
         deadline_option="--server-deadline-s",
@@ -148,7 +146,7 @@ def _teacher(settings: RunSettings, places: Places, probe: HealthProbe) -> Servi
     return Service(
         name=TEACHER,
         role="scores the policy's tokens",
-        command=module(MODULES[SERVER], *words_of(SERVER, values), *words),
+        command=module(MODULES[SERVER], *given_words(VIEWS[SERVER], values), *words),
         healthy=lambda: probe.answers(url(places.teacher_port)),
         deadline_s=settings.sizes.server_deadline_s,
         deadline_option="--server-deadline-s",
@@ -177,7 +175,7 @@ def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Ser
     return Service(
         name=TRAINER,
         role=TRAINS,
-        command=module(MODULES[TRAINER], *words_of(TRAINER, values)),
+        command=module(MODULES[TRAINER], *given_words(VIEWS[TRAINER], values)),
         healthy=lambda: probe.trainer_is_registered(places.run_api_url),
         deadline_s=deadline_s,
         deadline_option="--start-deadline-s",
@@ -198,7 +196,9 @@ def _environment(settings: RunSettings, places: Places, probe: HealthProbe, task
     return Service(
         name=environment_name(settings, task),
         role=f"asks for completions of {name} and grades them",
-        command=module(MODULES[ENVIRONMENT], task, "serve", *words_of(ENVIRONMENT, values)),
+        command=module(
+            MODULES[ENVIRONMENT], task, "serve", *given_words(VIEWS[ENVIRONMENT], values)
+        ),
         healthy=lambda: probe.has_environment(places.run_api_url, name),
         deadline_s=settings.sizes.start_deadline_s,
         deadline_option="--start-deadline-s",
@@ -213,15 +213,6 @@ def _environment(settings: RunSettings, places: Places, probe: HealthProbe, task
 
 def environment_name(settings: RunSettings, task: str) -> str:
     return "environment" if len(settings.task) == 1 else f"environment-{name_of_task(task)}"
-
-
-def words_of(service: str, values: Mapping[str, Any]) -> list[str]:
-    """The words of a service's command line."""
-    given = {name: Given(value, name) for name, value in values.items() if value is not None}
-    for _ in VIEWS[service].drop_unused(given, {}):
-        pass  # the user was told
-    known = {name: found.value for name, found in given.items()}
-    return given_words(VIEWS[service], known)
 
 
 def _weights_address(settings: RunSettings, places: Places) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from grpo_core.service_url import ServiceUrl
-from grpo_core.settings import CommandSettings
+from grpo_core.settings import CommandSettings, Given
 from grpo_core.settings.command import Alias
 from grpo_core.settings.options import options_of
 from grpo_core.tree.environment import EnvironmentOptions
@@ -109,12 +109,18 @@ def service_of(field: str) -> str | None:
 
 
 def given_words(view: type[CommandSettings], values: Mapping[str, Any]) -> list[str]:
-    """The words that give a service's command these values, by field. Secrets are left out, as
-    other users can read command lines; so are URLs with a password, see `url_variables`."""
+    """The words that give a service's command these values, by field, without those that have no
+    effect. Secrets are left out, as other users can read command lines; so are URLs with a
+    password, see `url_variables`."""
+    given = {name: Given(value, name) for name, value in values.items() if value is not None}
+    for _ in view.drop_unused(given, {}):
+        pass  # the user was told
     words: list[str] = []
     for option in options_of(view).values():
-        value = values.get(option.field)
-        if value is None or isinstance(value, SecretStr) or option.field in view.command.positional:
+        if option.field not in given or option.field in view.command.positional:
+            continue
+        value = given[option.field].value
+        if isinstance(value, SecretStr):
             continue
         if isinstance(value, ServiceUrl) and value.userinfo:
             continue

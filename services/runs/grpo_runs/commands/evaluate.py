@@ -16,7 +16,7 @@ from grpo_core.process import describe_exit
 from grpo_core.security import plain
 from grpo_core.settings.machine import MADE_HERE
 from grpo_core.temporary import temporary_directory
-from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS, url_variables
+from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS, given_words, url_variables
 from grpo_runs.models import EvaluatedModel, adapter_flags, by_server
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
@@ -24,7 +24,7 @@ from grpo_runs.process.stack import Service, Stack, StopRequest, StopRequested, 
 from grpo_runs.report.summary import counted
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module, words_of
+from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module
 from grpo_runs.settings.evaluate import EvalSettings
 from grpo_runs.settings.views import HOST, secret_variables, url
 from grpo_runs.watch.followed_file import FollowedFile
@@ -128,7 +128,7 @@ def inference_server(
         role="samples completions from the policy",
         command=module(
             MODULES[SERVER],
-            *words_of(SERVER, settings.server(model)),
+            *given_words(VIEWS[SERVER], settings.server(model)),
             *("--host", HOST, "--port", port, "--health-port", free_port()),
             *("--redis-url", "none"),
             *flags,
@@ -217,24 +217,22 @@ def evaluation_job(
 ) -> Service:
     """`env-server TASK evaluate`, which ends by itself."""
     values = settings.environment(task, model.served) | {"inference_url": server_url}
+    data = settings.data
+    needs_no_hub = Path(data).exists() if data else task in MAKES_ITS_DATA
     return Service(
         name="evaluate",
         command=module(
             *(MODULES[ENVIRONMENT], task, "evaluate"),
-            *words_of(ENVIRONMENT, values),
+            *given_words(VIEWS[ENVIRONMENT], values),
             *("--eval-output", output),
         ),
         healthy=lambda: True,
         deadline_s=0.0,
-        environment=child_environment(1, model.served, offline=_needs_no_hub(task, settings.data))
+        environment=child_environment(1, model.served, offline=needs_no_hub)
         | url_variables(VIEWS[ENVIRONMENT], values)
         | _variables(settings),
         may_finish=True,
     )
-
-
-def _needs_no_hub(task: str, data: str | None) -> bool:
-    return Path(data).exists() if data else task in MAKES_ITS_DATA
 
 
 def _plan(settings: EvalSettings) -> str:
