@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -51,7 +50,12 @@ def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
     Raises:
         NotComparable: the tasks, temperatures or numbers of answers differ, or no item is in both.
     """
-    if differing := list(_differences(before, after)):
+    differing = [
+        f"{name} {old} and {new}"
+        for name in ("task", "temperature", "samples")
+        if (old := getattr(before, name)) != (new := getattr(after, name))
+    ]
+    if differing:
         raise NotComparable(
             f"evaluations of {after.task} cannot be compared: {'; '.join(differing)}; evaluate "
             "both with the same options"
@@ -70,13 +74,6 @@ def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
         items=len(pairs),
         unpaired=len(before.items) + len(after.items) - 2 * len(pairs),
     )
-
-
-def _differences(before: EvalResult, after: EvalResult) -> Iterator[str]:
-    for name in ("task", "temperature", "samples"):
-        old, new = getattr(before, name), getattr(after, name)
-        if old != new:
-            yield f"{name} {old} and {new}"
 
 
 def _lift(metric: str, pairs: list[tuple[EvalItem, EvalItem]], seed: int) -> Lift:

@@ -122,7 +122,9 @@ def _problems_of_state(provenance: Provenance, directory: Path, line: Publicatio
             elif _of_rows(file.read(end - begin), shape, start.parts) != digest:
                 yield f"{path}: {name} is not that of version {line.version}"
     record = _VerifiedRecord.model_validate_json((directory / RECORD).read_bytes())
-    if _sha256(path) != record.files[TENSORS].sha256:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != record.files[TENSORS].sha256:
         yield f"{path}: its content has changed since it was written"
 
 
@@ -133,11 +135,6 @@ def _of_rows(data: bytes, shape: Sequence[int], parts: int) -> str:
     size = row * -(-rows // parts)
     pieces = (data[rank * size : (rank + 1) * size] for rank in range(parts))
     return joined([tensor_digest([piece]) for piece in pieces])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _verify_models(provenance: Provenance, found: Findings) -> None:

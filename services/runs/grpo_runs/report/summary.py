@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from grpo_core.errors import ProtocolViolation, problems_of
 from grpo_core.tree.weights import ModeName
 from grpo_core.weights.servers import ServerStatus
-from grpo_runs.modes import Mode
 from grpo_runs.report.evaluations import EvaluationsFile, few_items_warning, lift_text
 from grpo_runs.report.steps import StepRecord
 from grpo_runs.run_directory import RunDirectory
@@ -233,21 +232,6 @@ def summary_lines(facts: RunFacts, lifts: Sequence[str] = ()) -> list[str]:
     )
 
 
-def closing_lines(run: RunDirectory, mode: Mode, more: str, has_report: bool) -> list[str]:
-    """The files of a finished run. `more`: the command that continues it."""
-    return _table(
-        {
-            **({"rollouts": str(run.report)} if has_report else {}),
-            "plot": str(run.reward_plot),
-            "model": str(run.checkpoints / mode.final_directory),
-            "metrics": str(run.metrics),
-            "logs": str(run.logs),
-            "disk": run.disk_use(),
-            "go on": more,
-        }
-    )
-
-
 def _table(facts: Mapping[str, str]) -> list[str]:
     return [f"{name + ':':<10}{fact}" for name, fact in facts.items()]
 
@@ -313,8 +297,16 @@ def report_run(
     screen.line("")
     lifts = [lift_text(*lift) for lift in evaluations.lifts()]
     screen.lines(summary_lines(facts, lifts), "bold")
-    more = f"{command} --resume {run.path} --steps {2 * settings.sizes.steps}"
-    screen.lines(closing_lines(run, settings.weight_mode, more, settings.report))
+    files = {
+        **({"rollouts": str(run.report)} if settings.report else {}),
+        "plot": str(run.reward_plot),
+        "model": str(run.checkpoints / settings.weight_mode.final_directory),
+        "metrics": str(run.metrics),
+        "logs": str(run.logs),
+        "disk": run.disk_use(),
+        "go on": f"{command} --resume {run.path} --steps {2 * settings.sizes.steps}",
+    }
+    screen.lines(_table(files))
     for task, _, items, lost in evaluations.lifts():
         if warning := few_items_warning(task, items, lost):
             screen.warning(warning)

@@ -8,7 +8,6 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -24,7 +23,6 @@ from grpo_core.rollouts.page import encode
 from grpo_core.rollouts.page.document import live_document
 from grpo_core.rollouts.page.encode import REWARD, GroupEncoder
 from grpo_core.rollouts.page.token_texts import TokenTexts
-from grpo_core.rollouts.record import RolloutRecord
 from grpo_core.security import SameSiteOnly
 from grpo_runs.report.page import facts_of, title_of, token_texts
 from grpo_runs.watch.access import TokenCookie
@@ -233,10 +231,14 @@ def _rollouts(live: LiveRun, step: int, kind: str) -> dict[str, Any]:
 def _origin(live: LiveRun, step: int, group: int, index: int) -> list[str]:
     """The newest and the oldest lines of the chain of a completion."""
     directory = live.run.rollouts
+    missing = HTTPException(404, f"step {step} has no completion {group}/{index}")
     try:
-        found = None if directory is None else _completion(directory, step, group, index)
+        if directory is None:
+            raise missing
+        with closing(read_step(directory, step)) as records:
+            found = next((r for r in records if (r.group, r.index) == (group, index)), None)
         if found is None:
-            raise HTTPException(404, f"step {step} has no completion {group}/{index}")
+            raise missing
         lines = chain_of(live.provenance(), found)
     except (BrokenProvenance, BrokenRollouts) as error:
         raise HTTPException(404, str(error)) from None
@@ -246,12 +248,6 @@ def _origin(live: LiveRun, step: int, group: int, index: int) -> list[str]:
     command = f"grpo-provenance {live.run.path} --completion {step}/{group}/{index}"
     between = f"… {left} more lines: {command}"
     return [*lines[:NEWEST_ORIGINS], between, *lines[-OLDEST_ORIGINS:]]
-
-
-def _completion(directory: Path, step: int, group: int, index: int) -> RolloutRecord | None:
-    """Raises `BrokenRollouts`."""
-    with closing(read_step(directory, step)) as records:
-        return next((one for one in records if (one.group, one.index) == (group, index)), None)
 
 
 def _texts(live: LiveRun) -> TokenTexts | None:

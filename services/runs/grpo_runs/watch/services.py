@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -117,14 +117,9 @@ def created(pid: int) -> float | None:
         return None
 
 
-@dataclass(frozen=True)
-class ServiceView:
+def _view(stage: str, since: float | None = None, detail: str = "") -> dict[str, Any]:
     """Args: since: Unix time in seconds at which the stage began, None if it is not known"""
-
-    name: str
-    stage: str
-    since: float | None = None
-    detail: str = ""
+    return {"stage": stage, "since": since, "detail": detail}
 
 
 @dataclass(frozen=True)
@@ -155,9 +150,10 @@ class ServiceFacts:
 
     def shown(self) -> list[dict[str, Any]]:
         """One entry for each service, in the order of their start."""
+        memory = self.memory if self.is_running else {}
         return [
-            asdict(one) | {"memory_bytes": self.memory.get(one.name) if self.is_running else None}
-            for one in map(self._service, self._names())
+            {"name": name, **self._service(name), "memory_bytes": memory.get(name)}
+            for name in self._names()
         ]
 
     def _names(self) -> list[str]:
@@ -165,57 +161,53 @@ class ServiceFacts:
             return [name for name in self.pids if name != MODEL_JOB]
         return ["trainer"]  # of a --save-path, whose other services are elsewhere
 
-    def _service(self, name: str) -> ServiceView:
+    def _service(self, name: str) -> dict[str, Any]:
         if name in self.left_over:
-            return ServiceView(name, "still running", detail=f"process {self.pids[name]}")
+            return _view("still running", detail=f"process {self.pids[name]}")
         if self.pids and not (self.is_running and created(self.pids[name])):
-            return ServiceView(name, "ended")
+            return _view("ended")
         if name == "trainer":
             return self._of_trainer()
         if name == "run-api" and self.api_away_since is not None:
-            return ServiceView(name, "does not answer", self.api_away_since)
+            return _view("does not answer", self.api_away_since)
         if name == ONE_SERVER or name.startswith(ONE_OF_SERVERS):
             return self._of_server(name)
         if name.startswith(ENVIRONMENT):
             return self._of_environment(name)
-        return ServiceView(name, "running")
+        return _view("running")
 
-    def _starting(self, name: str) -> ServiceView:
-        return ServiceView(name, "starting", self.began or None)
+    def _starting(self) -> dict[str, Any]:
+        return _view("starting", self.began or None)
 
-    def _of_trainer(self) -> ServiceView:
+    def _of_trainer(self) -> dict[str, Any]:
         if self.trainer is None or self._is_of_earlier_trainer(self.trainer):
-            return self._starting("trainer")
+            return self._starting()
         stage = self.trainer.stage
-        return ServiceView("trainer", STAGES.get(stage, stage), self.trainer.since)
+        return _view(STAGES.get(stage, stage), self.trainer.since)
 
     def _is_of_earlier_trainer(self, record: TrainerStage) -> bool:
         """Of the run before a resume."""
         return bool(self.is_running or self.pids) and not is_stage_of(record, self.pids)
 
-    def _of_server(self, name: str) -> ServiceView:
+    def _of_server(self, name: str) -> dict[str, Any]:
         single = len(self.servers) == 1 and name == ONE_SERVER
         found = next((one for one in self.servers if single or one["name"] == name), None)
         if found is None:
-            return (
-                self._starting(name) if self.trainer is None else ServiceView(name, "not reported")
-            )
-        stage = "sampling" if found["state"] == SERVING and self._samples() else found["state"]
+            return self._starting() if self.trainer is None else _view("not reported")
+        samples = any(one.groups or one.evaluation for one in self.environments.values())
+        stage = "sampling" if found["state"] == SERVING and samples else found["state"]
         version = found["version"]
         step = version["step"] if isinstance(version, Mapping) else version[1]
-        return ServiceView(name, stage, detail=f"weights of step {step}")
+        return _view(stage, detail=f"weights of step {step}")
 
-    def _samples(self) -> bool:
-        return any(one.groups or one.evaluation for one in self.environments.values())
-
-    def _of_environment(self, name: str) -> ServiceView:
+    def _of_environment(self, name: str) -> dict[str, Any]:
         report = self.environments.get(name)
         if report is None or not report.is_since(self.began):
-            return self._starting(name)
+            return self._starting()
         if report.evaluation:
-            return ServiceView(name, "evaluating", detail=report.evaluation)
+            return _view("evaluating", detail=report.evaluation)
         count = report.groups
         groups = "1 group" if count == 1 else f"{count} groups"
         progress = [f"{groups} in progress"] if count else []
         detail = "; ".join([*progress, *filter(None, [report.for_batch])])
-        return ServiceView(name, "sampling" if count else "waiting", detail=detail)
+        return _view("sampling" if count else "waiting", detail=detail)

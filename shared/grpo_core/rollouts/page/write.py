@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
 from grpo_core.rollouts.page.document import document
 from grpo_core.rollouts.page.encode import (
@@ -24,7 +23,6 @@ from grpo_core.rollouts.page.encode import (
 )
 from grpo_core.rollouts.record import RolloutRecord
 
-T = TypeVar("T")
 Group = Sequence[RolloutRecord]
 
 LARGEST_SHARE = 8
@@ -91,14 +89,10 @@ class StepSelection:
             data = packed({"groups": [self._encoder.details(group) for group in shown]})
             if len(data) <= largest or len(shown) == 1:
                 break
-            shown = evenly(groups, max(1, len(shown) * largest // (len(data) + 1)))
+            count = max(1, len(shown) * largest // (len(data) + 1))
+            shown = [groups[at * len(groups) // count] for at in range(count)]
         summaries = [self._encoder.summary(group) for group in shown]
         return EncodedStep(step, summaries, len(groups), data)
-
-
-def evenly(items: Sequence[T], count: int) -> list[T]:
-    """`count` of the items at equal distances, the first one included."""
-    return [items[at * len(items) // count] for at in range(count)]
 
 
 def packed(content: Json) -> str:
@@ -154,7 +148,8 @@ def write_page(
     for step, of_step in groupby(records, key=lambda record: record.step):
         in_step = list(of_step)
         means.add(step, in_step)
-        selection.add(step, [list(group) for _, group in groupby(in_step, key=_group)])
+        groups = groupby(in_step, key=lambda record: record.group)
+        selection.add(step, [list(group) for _, group in groups])
     steps = selection.finish()
     content: Json = {
         "title": title,
@@ -175,10 +170,6 @@ def write_page(
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _group(record: RolloutRecord) -> int:
-    return record.group
 
 
 def _document(title: str, content: Json, steps: Sequence[EncodedStep]) -> bytes:
