@@ -20,7 +20,7 @@ from grpo_api.middleware import CompressionMiddleware, RequestMiddleware
 from grpo_api.planning.run_view import QueueLimits
 from grpo_api.routes import admin, environments, scored_data, trainer
 from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
-from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyReader
+from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyLimits
 from grpo_api.server import HttpServer, forward_library_logs, keep_freed_memory
 from grpo_api.store.redis import RedisLink, check_redis, watch_disk
 from grpo_api.store.run import RunStore
@@ -68,7 +68,7 @@ def create_app(store: RunStore, settings: RunApiSettings, closing: asyncio.Event
         store=store,
         closing=closing,
         metrics=Metrics(settings.redis_disk_bytes),
-        bodies=BodyReader(settings.body_deadline_s, _BODIES_AT_ONCE * largest_body),
+        bodies=BodyLimits(settings.body_deadline_s, _BODIES_AT_ONCE * largest_body),
         decoder=SubmissionDecoder(settings.max_body_bytes),
         intake=Intake(
             store,

@@ -75,7 +75,9 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *self._added(request_id)]
+                close = [_CLOSE] if self._closing.is_set() else []
+                named = (_HEADER, request_id.encode())
+                message["headers"] = [*message.get("headers", ()), named, *close]
             await send(message)
 
         try:
@@ -99,10 +101,6 @@ class RequestMiddleware:
                 seconds,
                 body_bytes,
             )
-
-    def _added(self, request_id: str) -> list[tuple[bytes, bytes]]:
-        named = (_HEADER, request_id.encode())
-        return [named, _CLOSE] if self._closing.is_set() else [named]
 
 
 def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:

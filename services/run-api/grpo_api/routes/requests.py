@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from fastapi import Depends, Header, Request
 from pydantic import (
@@ -40,38 +39,37 @@ _LARGE_SHARE = 7 / 8
 """Share of the memory limit that large bodies may use; the rest is kept for small ones."""
 
 
-class BodyReader:
+@dataclass
+class BodyLimits:
     """Limits how long a body may take to arrive, and how much memory all bodies use.
 
-    Args:
+    Attributes:
         deadline_s: from the start of reading a body until its last byte.
-        max_held_bytes: limit on all bodies in memory, including those that are still arriving.
+        max_bytes: limit on all bodies in memory, including those that are still arriving.
     """
 
-    def __init__(self, deadline_s: float, max_held_bytes: int) -> None:
-        self.deadline_s = deadline_s
-        self.max_bytes = max_held_bytes
-        self.held_bytes = 0
-
-    @contextmanager
-    def incoming(self, request: Request) -> Iterator[IncomingBody]:
-        """The body of one request, counted as held until the block ends."""
-        body = IncomingBody(self, request)
-        try:
-            yield body
-        finally:
-            body.keep(0)
+    deadline_s: float
+    max_bytes: int
+    held_bytes: int = 0
 
 
 class IncomingBody:
-    def __init__(self, reader: BodyReader, request: Request) -> None:
-        self._reader = reader
+    """The body of one request, counted as held until the block ends."""
+
+    def __init__(self, limits: BodyLimits, request: Request) -> None:
+        self._limits = limits
         self._request = request
         self._bytes = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.keep(0)
+
     def keep(self, size: int) -> None:
         """Record that only `size` bytes made from the body are held from now on."""
-        self._reader.held_bytes += size - self._bytes
+        self._limits.held_bytes += size - self._bytes
         self._bytes = size
 
     async def read(self, max_bytes: int) -> RawBody:
@@ -88,14 +86,14 @@ class IncomingBody:
             self._check(int(declared[:20]), max_bytes)  # before the first byte is read
         chunks: list[bytes] = []
         try:
-            async with asyncio.timeout(self._reader.deadline_s):
+            async with asyncio.timeout(self._limits.deadline_s):
                 async for chunk in self._request.stream():
                     if chunk:
                         self._check(self._bytes + len(chunk), max_bytes)
                         self.keep(self._bytes + len(chunk))
                         chunks.append(chunk)
         except TimeoutError as error:
-            raise BodyTooSlow(self._bytes, self._reader.deadline_s) from error
+            raise BodyTooSlow(self._bytes, self._limits.deadline_s) from error
         is_gzip = "gzip" in listed(headers.get("content-encoding", "").lower())
         return RawBody(b"".join(chunks), is_gzip)
 
@@ -106,10 +104,10 @@ class IncomingBody:
         """
         if body_bytes > max_bytes:
             raise too_large(max_bytes)
-        room = self._reader.max_bytes * (_LARGE_SHARE if body_bytes > INLINE_BYTES else 1)
-        if self._reader.held_bytes - self._bytes + body_bytes > room:
+        room = self._limits.max_bytes * (_LARGE_SHARE if body_bytes > INLINE_BYTES else 1)
+        if self._limits.held_bytes - self._bytes + body_bytes > room:
             raise Unavailable(
-                f"request bodies already hold {self._reader.held_bytes} bytes of memory, and this "
+                f"request bodies already hold {self._limits.held_bytes} bytes of memory, and this "
                 "body does not fit; send the request again in a moment"
             )
 
@@ -121,7 +119,7 @@ class AppServices:
     store: RunStore
     closing: asyncio.Event
     metrics: Metrics
-    bodies: BodyReader
+    bodies: BodyLimits
     decoder: SubmissionDecoder
     intake: Intake
     limits: QueueLimits
@@ -142,7 +140,7 @@ def _read_as(record: type[T]) -> Callable[[Request, AppServices], Awaitable[T]]:
     """A dependency that parses the body as `record`, for any method and content type."""
 
     async def read(request: Request, services: Services) -> T:
-        with services.bodies.incoming(request) as incoming:
+        with IncomingBody(services.bodies, request) as incoming:
             body = await incoming.read(MAX_RECORD_BYTES)
         content = inflate(body.content, MAX_RECORD_BYTES) if body.is_gzip else body.content
         return validated(record.model_validate_json, content)

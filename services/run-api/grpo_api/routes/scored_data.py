@@ -16,6 +16,7 @@ from grpo_api.errors import GroupRefused, Refused
 from grpo_api.routes.openapi import ServedGroup, json_body, refusals
 from grpo_api.routes.requests import (
     IdempotencyKey,
+    IncomingBody,
     ItemPositions,
     RunUuid,
     Services,
@@ -128,7 +129,7 @@ async def _submit(
     key: str | None = None
     submission: Submission | None = None
     decoder = services.decoder
-    with services.bodies.incoming(request) as incoming:
+    with IncomingBody(services.bodies, request) as incoming:
         try:
             key = checked_key(given_key)
             # no variable holds the body, so its memory is freed once it is decoded

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -59,12 +60,8 @@ def run(settings: ServerSettings, plan: EnginePlan) -> None:
     """Serve until drained, SIGTERM or SIGINT. Raises `EngineDied` if the engine ends first."""
     # vLLM starts inside a blocking call. Until the event loop handles signals, SIGTERM must unwind
     # the stack. Otherwise vLLM's processes would outlive this one.
-    signal.signal(signal.SIGTERM, _unwind)
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     asyncio.run(_serve(settings, plan))
-
-
-def _unwind(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
@@ -125,7 +122,13 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         arrival = asyncio.create_task(_arrive(public, plan.parked, channel))
         await serve_until(lambda: engine.errored or bridge.engine.broken, servers)
         await arrival
-        _raise_if_dead(engine, bridge)
+        if engine.errored:
+            raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
+        if bridge.engine.broken:
+            raise EngineDied(
+                "the engine failed in a pause or while it loaded weights; the supervisor restarts "
+                "it"
+            )
 
 
 def _engine_control(engine: Any, shares_weights: bool) -> EngineControl:
@@ -136,15 +139,6 @@ def _engine_control(engine: Any, shares_weights: bool) -> EngineControl:
         stamps_versions=STAMPS_VERSIONS,
         loads_weights=can_update_weights(),
     )
-
-
-def _raise_if_dead(engine: Any, bridge: WeightBridge) -> None:
-    if engine.errored:
-        raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
-    if bridge.engine.broken:
-        raise EngineDied(
-            "the engine failed in a pause or while it loaded weights; the supervisor restarts it"
-        )
 
 
 async def _public_app(
