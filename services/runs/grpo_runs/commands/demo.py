@@ -6,10 +6,10 @@ import contextlib
 import sys
 import time
 import webbrowser
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.redis.url import redis_password, with_password
@@ -18,8 +18,6 @@ from grpo_core.settings import resolved_yaml
 from grpo_core.settings.machine import MADE_HERE, TINY
 from grpo_core.temporary import temporary_directory
 from grpo_core.weights.version_log import VersionLog
-from grpo_runs.defaults import RunSizes
-from grpo_runs.modes import Mode
 from grpo_runs.notices import RunNotices
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
@@ -200,28 +198,17 @@ def _train(
             places = start_services(
                 settings, run, probe, stack, screen, weights_socket_path(temporary)
             )
-            names = [environment_name(settings, task) for task in settings.task]
             notices.watch(places.run_api_url)
             processes.found_run_api(places.run_api_url)
             if settings.evaluates_every and not done:
                 screen.line("evaluating the policy before the first step (--eval-every 0: never)")
             started = time.monotonic()
             with screen.waiting(news.waited_for):
-                records += follow_training(
-                    stack,
-                    run,
-                    settings.sizes,
-                    settings.weight_mode,
-                    screen,
-                    done,
-                    evaluations,
-                    names,
-                    partial(_keep_settings, settings, run),
-                )
+                records += follow_training(settings, run, stack, screen, evaluations, done)
             seconds = time.monotonic() - started
             if settings.evaluates_every:
                 with screen.activity("evaluating the trained policy"):
-                    wait_for_evaluations(stack, names, settings.sizes)
+                    _wait_for_evaluations(settings, stack)
                 show_evaluations(evaluations, screen)
             with VersionLog(places.redis_url, places.run_id, REDIS_DEADLINE_S) as versions:
                 servers = versions.servers_for_report()
@@ -235,13 +222,6 @@ def _train(
             with screen.activity("stopping all services"):
                 stack.stop()
             news.look()
-
-
-def _keep_settings(settings: RunSettings, run: RunDirectory) -> None:
-    """Those of a resumed run, not before a step is taken: a trainer that refuses them leaves the
-    earlier ones."""
-    if settings.resumed:
-        run.write_config(resolved_yaml(settings.command, settings.resolved()))
 
 
 def opening_lines(settings: RunSettings, run: RunDirectory, done: int) -> list[str]:
@@ -288,22 +268,17 @@ def start_services(
 
 
 def follow_training(
-    stack: Stack,
+    settings: RunSettings,
     run: RunDirectory,
-    sizes: RunSizes,
-    mode: Mode,
+    stack: Stack,
     screen: Screen,
+    evaluations: EvaluationsFile,
     done: int = 0,
-    evaluations: EvaluationsFile | None = None,
-    environments: Sequence[str] = (),
-    at_first_step: Callable[[], None] = lambda: None,
 ) -> list[StepRecord]:
     """Show every step until the trainer has ended; returns the records of the steps shown.
 
     Args:
         done: steps that are in the metrics file already
-        environments: names of their processes
-        at_first_step: called once, when a step has been taken
     Raises:
         ProcessFailed: a process failed, the trainer ended before its last step, or an environment
             before the run was complete.
@@ -311,7 +286,7 @@ def follow_training(
         ProtocolViolation: the metrics file breaks its contract.
         StopRequested: a stop signal arrived.
     """
-    metrics = MetricsFile(run.metrics)
+    sizes, metrics = settings.sizes, MetricsFile(run.metrics)
     records: list[StepRecord] = []
     trainer = stack.process("trainer")
     last_step_at = time.monotonic()
@@ -319,23 +294,23 @@ def follow_training(
     while True:
         lost.show()
         finished = trainer.exit_code == 0  # read before the file, which is then complete
-        if evaluations is not None and show_evaluations(evaluations, screen):
+        if show_evaluations(evaluations, screen):
             last_step_at = time.monotonic()
         for record in metrics.read_new():
             if record.step <= done:
                 continue
             if not records:
                 screen.lines(legend_lines(record), style="dim")
+                if settings.resumed:  # a trainer that refuses its settings leaves the earlier ones
+                    run.write_config(resolved_yaml(settings.command, settings.resolved()))
             if len(records) % HEADER_EVERY_STEPS == 0:
                 screen.lines(header_lines(record), style="bold")
             screen.line(step_line(record))
-            if not records:
-                at_first_step()
             records.append(record)
             last_step_at = time.monotonic()
             if not done and (hint := flat_start_hint(records, sizes.lr)):
                 screen.line(f"{INDENT}{hint}", style="dim")
-            if news := mode.news(record.step, record.sync_s):
+            if news := settings.weight_mode.news(record.step, record.sync_s):
                 screen.line(f"{INDENT}{news}", style="dim")
         if finished:
             if done + len(records) >= sizes.steps:
@@ -344,8 +319,13 @@ def follow_training(
                 f"the trainer ended with status 0 after {done + len(records)} of {sizes.steps} "
                 f"steps; see {trainer.log_path}\n{trainer.log_tail()}"
             )
-        for name in environments:
-            _require_unended_or_complete(stack.process(name))
+        for environment in environments_of(settings, stack):
+            # The code of a task may end its process, with status 0.
+            if environment.exit_code == 0 and COMPLETE not in environment.log_text():
+                raise ProcessFailed(
+                    f"{environment.name} ended with status 0 before the run was complete; see "
+                    f"{environment.log_path}\n{environment.log_tail()}"
+                )
         if time.monotonic() - last_step_at > sizes.step_deadline_s:
             raise NoTrainingStep(
                 f"no training step ended within {sizes.step_deadline_s:g} s, after "
@@ -355,13 +335,8 @@ def follow_training(
         stack.sleep(FOLLOW_POLL_S)
 
 
-def _require_unended_or_complete(environment: ManagedProcess) -> None:
-    """The code of a task may end its process, with status 0."""
-    if environment.exit_code == 0 and COMPLETE not in environment.log_text():
-        raise ProcessFailed(
-            f"{environment.name} ended with status 0 before the run was complete; see "
-            f"{environment.log_path}\n{environment.log_tail()}"
-        )
+def environments_of(settings: RunSettings, stack: Stack) -> list[ManagedProcess]:
+    return [stack.process(environment_name(settings, task)) for task in settings.task]
 
 
 def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
@@ -371,11 +346,11 @@ def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
     return bool(new)
 
 
-def wait_for_evaluations(stack: Stack, environments: Sequence[str], sizes: RunSizes) -> None:
+def _wait_for_evaluations(settings: RunSettings, stack: Stack) -> None:
     """Wait until the environments have evaluated the policy of the last step and ended. They may
     take as long as a step; a run whose last evaluation takes longer ends without it."""
-    started = time.monotonic()
-    while any(stack.process(name).exit_code is None for name in environments):
-        if time.monotonic() - started > sizes.step_deadline_s:
+    deadline = Deadline(settings.sizes.step_deadline_s)
+    while any(environment.exit_code is None for environment in environments_of(settings, stack)):
+        if deadline.has_passed:
             return
         stack.sleep(FOLLOW_POLL_S)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,9 +22,8 @@ from grpo_core.settings import load_settings, resolved_yaml
 from grpo_runs.__main__ import with_config_of_resumed_run
 from grpo_runs.commands import demo
 from grpo_runs.commands.demo import NoTrainingStep, follow_training, run_demo
-from grpo_runs.defaults import BY_TASK
-from grpo_runs.modes import MODES
 from grpo_runs.process.stack import Stack, StopRequest
+from grpo_runs.report.evaluations import EvaluationsFile
 from grpo_runs.report.steps import MetricsFile
 from grpo_runs.report.summary import RunFacts, read_record
 from grpo_runs.run_directory import RunDirectory, create_run_directory
@@ -248,12 +247,12 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
 @pytest.mark.parametrize(
     ("code", "deadline_s", "environment", "error", "told"),
     [
-        (SLEEP, 0.1, None, NoTrainingStep, r"no training step ended within 0\.1 s, after 2 of 5"),
-        ("", 300.0, None, ProcessFailed, r"trainer ended with status 0 after 2 of 5 steps; see"),
+        (SLEEP, 0.1, SLEEP, NoTrainingStep, r"no training step ended within 0\.1 s, after 2 of 5"),
+        ("", 300.0, SLEEP, ProcessFailed, r"trainer ended with status 0 after 2 of 5 steps; see"),
         # A model's program may call `os._exit(0)` in a task.
         (
             *(SLEEP, 300.0, "import os; os._exit(0)", ProcessFailed),
-            "env ended with status 0 before the run was complete",
+            "environment ended with status 0 before the run was complete",
         ),
         (SLEEP, 1.0, "print('run.completed')", NoTrainingStep, "no training step"),
     ],
@@ -262,7 +261,7 @@ def test_a_stop_signal_ends_all_that_was_started_and_nothing_else(tmp_path: Path
 def test_a_run_that_does_not_go_on_is_named(
     code: str,
     deadline_s: float,
-    environment: str | None,
+    environment: str,
     error: type[GrpoError],
     told: str,
     tmp_path: Path,
@@ -270,17 +269,15 @@ def test_a_run_that_does_not_go_on_is_named(
     """A trainer has taken 2 of 5 steps and runs `code`, beside an environment."""
     run = RunDirectory(tmp_path)
     run.metrics.write_text(metrics_line(1) + metrics_line(2))
-    sizes = replace(BY_TASK["arithmetic"], steps=5, step_deadline_s=deadline_s)
+    settings = load("--steps", "5", "--step-deadline-s", str(deadline_s))
+    run.logs.mkdir()
+    (run.logs / "environment.log").write_text("run.completed, in an earlier part\n")
+    evaluations = EvaluationsFile(run.evaluations)
     with StopRequest() as request, Stack(run.logs, request) as stack:
-        services, names = [script("trainer", code, may_finish=True)], []
-        if environment is not None:
-            run.logs.mkdir()
-            (run.logs / "env.log").write_text("run.completed, in an earlier part\n")
-            services.append(script("env", environment, may_finish=True))
-            names.append("env")
-        stack.start(services)
+        programs = {"trainer": code, "environment": environment}
+        stack.start([script(name, text, may_finish=True) for name, text in programs.items()])
         with pytest.raises(error, match=told):
-            follow_training(stack, run, sizes, MODES["none"], Shown(), environments=names)
+            follow_training(settings, run, stack, Shown(), evaluations)
 
 
 def load(*words: str, at_start: bool = False) -> RunSettings:
