@@ -10,7 +10,7 @@ as lost: the server may have sampled completions with these weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -162,13 +162,3 @@ def resumed(lines: Iterable[Line], step: int) -> list[Line]:
         for line in lines
         if not (isinstance(line, Export) and line.step > step)
     ]
-
-
-def newest(lines: Sequence[Line], step: int) -> Publication | None:
-    """The newest publication of a step that is not lost."""
-    found = (
-        line
-        for line in reversed(lines)
-        if isinstance(line, Publication) and not line.lost and line.version.step == step
-    )
-    return next(found, None)

@@ -18,6 +18,7 @@ import torch
 
 from grpo_core.protocol import VERSION
 from grpo_core.provenance.batches import BATCHES, RecordedBatch, StepInput, write_batch
+from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.digest import file_digest, root_of, source_digest
 from grpo_core.provenance.records import (
     PROVENANCE,
@@ -29,7 +30,6 @@ from grpo_core.provenance.records import (
     Parent,
     Publication,
     Start,
-    newest,
     read_lines,
     resumed,
     text_of,
@@ -100,7 +100,7 @@ class ProvenanceLog:
             rotate_records(self._path)
         elif self._path.is_file():
             lines = resumed(read_lines(self._path), recorded)
-            before = newest(lines, recorded)
+            before = Provenance(self._path.parent, lines).of_step(recorded)
             if before is not None:
                 self._parent = Parent(version=before.version, root=before.root)
         prepare_steps(self._batches, recorded, "--save-path")
