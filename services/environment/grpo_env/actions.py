@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -20,12 +20,11 @@ from grpo_core.rollouts.page import write_page
 from grpo_core.rollouts.record import RolloutRecord, printable, records_of_group
 from grpo_env.assembly import TaskSet, open_engine, open_template, sampling_plan, task_code
 from grpo_env.rollout.chat_template import ChatTemplate, answered, divided
-from grpo_env.rollout.engine import RolloutEngine
+from grpo_env.rollout.engine import all_or_none
 from grpo_env.rollout.grader import Grade, Grader, Ungraded
-from grpo_env.rollout.groups import GroupLost, SampledGroup
+from grpo_env.rollout.groups import GroupLost
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks import Answer, State
-from grpo_env.tasks.item_stream import ItemStream
 from grpo_env.tasks.items import Item, all_items
 
 log = structlog.get_logger()
@@ -56,16 +55,23 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: ChatTem
     settings.output.parent.mkdir(parents=True, exist_ok=True)
     with settings.output.open("w", encoding="utf-8") as file:
         async with open_engine(settings, tasks, template) as (engine, _):
-            async for sampled in _groups(settings, tasks, engine, groups, stream):
+            plan = sampling_plan(settings, tasks)
+            places = asyncio.Semaphore(settings.max_concurrent_groups)
+
+            async def add(item: Item) -> None:
+                async with places:
+                    sampled = await engine.roll_out(item, plan)
                 if sampled.group is None:
                     assert sampled.lost is not None
                     reason = sampled.lost.reason.value
                     lost[reason] += 1
                     log.warning("group.lost", reason=reason, detail=sampled.lost.detail)
-                    continue
+                    return
                 file.write(sampled.group.model_dump_json(exclude_none=True) + "\n")
                 number = len({record.group for record in records})
-                records += records_of_group(1, number, sampled.group.without_padding())
+                records.extend(records_of_group(1, number, sampled.group.without_padding()))
+
+            await all_or_none(add(stream.next()) for _ in range(groups))
     if not records:
         raise NothingProcessed(
             f"none of {groups} groups could be used ({_counted(lost)}); the log names the reasons"
@@ -74,29 +80,6 @@ async def process(settings: EnvServerSettings, tasks: TaskSet, template: ChatTem
     facts = {"task": settings.display_name, "model": settings.model or ""}
     write_page(page, f"Rollouts of {settings.display_name}", records, {}, template.pieces, facts)
     _print_summary(records, lost, settings.output, page)
-
-
-async def _groups(
-    settings: EnvServerSettings,
-    tasks: TaskSet,
-    engine: RolloutEngine,
-    groups: int,
-    stream: ItemStream,
-) -> AsyncIterator[SampledGroup]:
-    plan = sampling_plan(settings, tasks)
-    places = asyncio.Semaphore(settings.max_concurrent_groups)
-
-    async def one(item: Item) -> SampledGroup:
-        async with places:
-            return await engine.roll_out(item, plan)
-
-    work = [asyncio.create_task(one(stream.next())) for _ in range(groups)]
-    try:
-        for done in asyncio.as_completed(work):
-            yield await done
-    finally:
-        for task in work:
-            task.cancel()
 
 
 def _print_summary(

@@ -57,21 +57,15 @@ class EnvironmentMetrics(Collector):
         for name, meaning in OF_REPORT.items():
             if (value := counts.reported.get(name)) is not None:
                 yield GaugeMetricFamily(f"{PREFIX}{name}", meaning, value)
-        yield from self._of_curriculum()
-        yield from self._of_servers()
-
-    def _of_curriculum(self) -> Iterator[Metric]:
         pools = GaugeMetricFamily(
             f"{PREFIX}items",
             "Number of items by the solve rate that the curriculum has measured.",
             labels=["task", "pool"],
         )
-        for task, counts in self.items().items():
-            for pool, count in counts.items():
+        for task, of_task in self.items().items():
+            for pool, count in of_task.items():
                 pools.add_metric([task, pool], count)
         yield pools
-
-    def _of_servers(self) -> Iterator[Metric]:
         answered = CounterMetricFamily(
             f"{PREFIX}server_requests", "Number of requests answered.", labels=["server"]
         )

@@ -42,7 +42,22 @@ async def wait_for_servers(
         servers = [HealthClient(Place(url), len(urls) - 1, api_key, deadline_s) for url in urls]
         for server in servers:
             await stack.enter_async_context(server)
-        while not await _is_one_healthy(servers, problems):
+        while True:
+            found = await asyncio.gather(*(server.problem() for server in servers))
+            for problem in found:
+                if isinstance(problem, NotAnInferenceServer):
+                    raise problem
+            if None in found:
+                return
+            for server, problem in zip(servers, found, strict=True):
+                assert problem is not None
+                url = server.base_url
+                if url not in problems:
+                    hint = "start vllm-api-server, or check --inference-url"
+                    log.info("wait_for_server.started", url=url, reason=named(problem), hint=hint)
+                # A timeout is less informative than an earlier error.
+                if url not in problems or not isinstance(problem, httpx.TimeoutException):
+                    problems[url] = problem
             if deadline.has_passed:
                 listed = "; ".join(
                     f"{SERVICE} at {url} is not healthy after {deadline_s:g} s; the last error "
@@ -54,29 +69,6 @@ async def wait_for_servers(
                     "--start-deadline-s"
                 )
             await asyncio.sleep(_POLL_S)
-
-
-async def _is_one_healthy(servers: Sequence[HealthClient], problems: dict[str, Exception]) -> bool:
-    """Probe all servers at once, and add their problems by URL."""
-    found = await asyncio.gather(*(server.problem() for server in servers))
-    for problem in found:
-        if isinstance(problem, NotAnInferenceServer):
-            raise problem
-    if None in found:
-        return True
-    for server, problem in zip(servers, found, strict=True):
-        assert problem is not None
-        if server.base_url not in problems:
-            log.info(
-                "wait_for_server.started",
-                url=server.base_url,
-                reason=named(problem),
-                hint="start vllm-api-server, or check --inference-url",
-            )
-        # A timeout is less informative than an earlier error.
-        if server.base_url not in problems or not isinstance(problem, httpx.TimeoutException):
-            problems[server.base_url] = problem
-    return False
 
 
 async def wait_for_step(
