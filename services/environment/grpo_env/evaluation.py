@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -268,7 +268,12 @@ class TrainingEvaluation:
         self._report = report
         self._untrained = untrained
         self._evaluation = Evaluation.of(settings)
-        self._items = [*self._chosen(tasks)] if settings.eval_every else []
+        self._items: list[tuple[Task, list[Item]]] = []
+        for task in tasks if settings.eval_every else ():
+            try:
+                self._items.append((task, self._evaluation.chosen(task)))
+            except DataUnusable as error:
+                log.warning("evaluation.left_out", task=task.name, reason=str(error))
         self._kept_items = {item.key for _, items in self._items for item in items[:KEPT_GROUPS]}
         self._done_up_to = self._evaluated_step = -1
         self._running: asyncio.Task[None] | None = None
@@ -286,13 +291,6 @@ class TrainingEvaluation:
         if not (self.is_running and self._samples):
             return {}
         return {"evaluated": f"{self._seen_items}/{sum(len(items) for _, items in self._items)}"}
-
-    def _chosen(self, tasks: tuple[Task, ...]) -> Iterator[tuple[Task, list[Item]]]:
-        for task in tasks:
-            try:
-                yield task, self._evaluation.chosen(task)
-            except DataUnusable as error:
-                log.warning("evaluation.left_out", task=task.name, reason=str(error))
 
     @property
     def groups_for_training(self) -> int:

@@ -12,6 +12,7 @@ from grpo_env.rollout.chat_template import ChatTemplate, answered
 from grpo_env.rollout.groups import (
     CUT_OFF,
     STOPPED,
+    AnswerEnd,
     Generate,
     SamplingPlan,
     TrainingSequence,
@@ -156,7 +157,18 @@ class RecordedDialogue:
         sequence.as_given += turn.messages
         sequence.add_prompt(turn.token_ids)
         context_tokens = len(sequence.tokens)
-        begun = _add_answer(sequence, completion)
+        said: Message = {"role": "assistant", "content": completion.text}
+        begun: Sequence[Message] = _BEHIND_A_TURN
+        if sequence.answers:
+            sequence.messages.append(said)
+        else:
+            begun = sequence.messages  # which the opening of the answer depends on
+            sequence.messages = answered(begun, completion.text)
+        sequence.as_given.append(said)
+        sequence.add_completion(completion)
+        sequence.answers.append(
+            AnswerEnd(len(sequence.messages), len(sequence.as_given), len(sequence.tokens))
+        )
         self.state.messages = [*sequence.messages]
         has_turns = self._task.is_conversation or self._task.drives_itself
         self.state.turn += has_turns
@@ -193,18 +205,3 @@ def _first_turn(
         tools=tools,
     )
     return Turn(begun, shown, prompt_ids, is_new=True)
-
-
-def _add_answer(sequence: TrainingSequence, completion: Completion) -> Sequence[Message]:
-    """Returns the messages that the answer continues, as far as its opening needs them."""
-    said: Message = {"role": "assistant", "content": completion.text}
-    begun: Sequence[Message] = _BEHIND_A_TURN
-    if sequence.answers:
-        sequence.messages.append(said)
-    else:
-        begun = sequence.messages
-        sequence.messages = answered(begun, completion.text)
-    sequence.as_given.append(said)
-    sequence.add_completion(completion)
-    sequence.end_answer()
-    return begun

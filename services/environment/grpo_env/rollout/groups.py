@@ -183,11 +183,6 @@ class TrainingSequence:
             answers=self.answers[: self.answers.index(end) + 1],
         ).add_prompt(self.tokens[: end.tokens])
 
-    def end_answer(self) -> None:
-        """Note that an answer of the policy ends here."""
-        end = AnswerEnd(len(self.messages), len(self.as_given), len(self.tokens))
-        self.answers.append(end)
-
     def add_prompt(self, token_ids: Sequence[int]) -> Self:
         """Add tokens that the policy did not sample."""
         self.tokens += token_ids

@@ -28,7 +28,7 @@ from concurrent.futures import TimeoutError as DeadlinePassed
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import structlog
@@ -271,7 +271,12 @@ class WorkerProcesses:
     def _started(self) -> ProcessPool:
         with self._starting:
             if self._pool is None:
-                _find_temporary_directory()
+                try:  # the processes meet at a socket in it
+                    tempfile.gettempdir()
+                except FileNotFoundError:
+                    # A container whose file system is read-only may have no other than that of
+                    # shared memory, where their semaphores are anyway.
+                    tempfile.tempdir = "/dev/shm"
                 context = multiprocessing.get_context("forkserver")
                 context.set_forkserver_preload([__name__])
                 os.environ[TASKS_VARIABLE] = self._tasks
@@ -300,15 +305,6 @@ class WorkerProcesses:
             self._pool.join()
 
 
-def _find_temporary_directory() -> None:
-    """The processes meet at a socket in one. A container whose file system is read-only may have no
-    other than that of shared memory, where their semaphores are anyway."""
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError:
-        tempfile.tempdir = "/dev/shm"
-
-
 class _Loaded:
     text = ""
     tasks: Mapping[str, Task]
@@ -326,13 +322,9 @@ def begin_worker(text: str) -> None:
     again by the first call."""
     os.setsid()  # the programs that a call starts end with it
     end_with_parent()
-    signal.signal(signal.SIGTERM, _end_session)
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     with contextlib.suppress(Exception):
         contained(load, text)
-
-
-def _end_session(_number: int, _frame: FrameType | None) -> None:
-    os.killpg(0, signal.SIGKILL)
 
 
 def reward_in_worker(text: str, task: str, answer: Answer, row: Row) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from grpo_core.clients.service import AsyncServiceClient
 from grpo_core.errors import (
@@ -68,8 +68,6 @@ class _Logprobs(BaseModel):
 
 
 class _TeacherChoice(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     index: int
     logprobs: _Logprobs
 
