@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
 from grpo_runs.offline.errors import KeysInvalid, RunUnusable
-from grpo_runs.offline.keys import FOLLOWS, KEYS, OfflineKeys, put, value_of
+from grpo_runs.offline.keys import FOLLOWS, KEYS, SECTIONS, OfflineKeys, put, value_of
 from grpo_runs.offline.run_files import resumed_keys
 from grpo_runs.offline.translate import checked
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 _MULTIRUN = ("-m", "--multirun")
-_OPEN_SECTIONS = ("grpo.", "env_server.")
+_OPEN_SECTIONS = tuple(f"{name}." for name in SECTIONS)
 _RESUME, _DIRECTORY = "checkpoint.resume", "hydra.run.dir"
 
 _SIZES = (
@@ -130,19 +130,15 @@ def job_keys(composed: Mapping[str, Any], given: Collection[str], directory: Pat
         for name, source in FOLLOWS.items():
             if name not in given and value_of(earlier, name) == value_of(earlier, source):
                 put(content, name, value_of(content, source))
-        _require_equal_sizes(earlier, content)
+        if changed := [n for n in _SIZES if value_of(earlier, n) != value_of(content, n)]:
+            raise RunUnusable(
+                f"checkpoint.resume: {', '.join(changed)} differs from that of the run, which "
+                "counts in optimizer steps; leave it out, or start a new run from its final_model"
+            )
     keys = checked(content, directory)
     if keys.logging.wandb.run_name:
         os.environ["WANDB_NAME"] = keys.logging.wandb.run_name
     return keys
-
-
-def _require_equal_sizes(earlier: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    if changed := [name for name in _SIZES if value_of(earlier, name) != value_of(content, name)]:
-        raise RunUnusable(
-            f"checkpoint.resume: {', '.join(changed)} differs from that of the run, which counts "
-            "in optimizer steps; leave it out, or start a new run from its final_model"
-        )
 
 
 def exit_on_signals() -> None:

@@ -62,10 +62,6 @@ def key(*same: str, derived: str | None = None, like: str | None = None, **bound
     return found
 
 
-def _several(value: Any) -> Any:
-    return (value,) if isinstance(value, int | str) else value
-
-
 class Section(BaseModel):
     """Keys below one name."""
 
@@ -122,7 +118,10 @@ class EvalKeys(Section):
     temperature: float = key(derived="env_server.eval_temperature", like="env_server.temperature")
     top_p: float = key(like="env_server.top_p")
     seed_base: Seed
-    ids: Annotated[tuple[int | str, ...], BeforeValidator(_several)]
+    ids: Annotated[
+        tuple[int | str, ...],
+        BeforeValidator(lambda value: (value,) if isinstance(value, int | str) else value),
+    ]
 
 
 class CheckpointKeys(Section):

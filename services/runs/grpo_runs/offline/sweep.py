@@ -57,12 +57,8 @@ def read_jobs(sweep: Path) -> list[Job]:
             f"{sweep} holds no jobs; name the directory of a sweep, for example "
             "multirun/2026-01-31/12-00-00"
         )
-    return sorted(jobs, key=_rank)
-
-
-def _rank(job: Job) -> tuple[bool, float, int, str]:
-    """Equal ones in order of their numbers, which Hydra names their directories by."""
-    return job.score is None, -(job.score or 0.0), len(job.directory), job.directory
+    jobs.sort(key=lambda job: (len(job.directory), job.directory))  # by Hydra's numbers
+    return sorted(jobs, key=lambda job: (job.score is None, -(job.score or 0.0)))
 
 
 def _job(path: Path) -> Job:

@@ -129,7 +129,8 @@ def trainer_command(
         ),
         "state_interval": Given(steps, _SIZES),
     }
-    if train.kl_coef and _is_free("kl_estimator", keys) and not _kl_is_in_weights(keys):
+    kl_in = keys.grpo.get("kl_in") or _recipe(keys).get("kl_in")
+    if train.kl_coef and _is_free("kl_estimator", keys) and kl_in != "weights":
         own["kl_estimator"] = Given(_KL_ESTIMATOR, "train.kl_coef")
     if train.kl_coef and keys.model.ref_id != keys.model.train_id:
         own["reference_model"] = Given(keys.model.ref_id, "model.ref_id")
@@ -229,10 +230,6 @@ def _recipe(keys: OfflineKeys) -> Mapping[str, Any]:
 def _is_free(option: str, keys: OfflineKeys) -> bool:
     """Whether neither the objective nor `grpo` decides it."""
     return option not in keys.grpo and option not in _recipe(keys)
-
-
-def _kl_is_in_weights(keys: OfflineKeys) -> bool:
-    return (keys.grpo.get("kl_in") or _recipe(keys).get("kl_in")) == "weights"
 
 
 def _environment() -> dict[str, str]:

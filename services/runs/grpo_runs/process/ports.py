@@ -28,9 +28,12 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(below, min(_ATTEMPTS, len(below))):
         if _claim(port):
             return port
-    while not _claim(port := _chosen_by_the_kernel()):
-        pass
-    return port
+    while True:
+        with socket.socket() as probe:  # the kernel chooses
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if _claim(port):
+            return port
 
 
 def _claim(port: int) -> bool:
@@ -46,10 +49,3 @@ def _claim(port: int) -> bool:
         return False
     claim.detach()  # stays open until this process ends
     return True
-
-
-def _chosen_by_the_kernel() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -16,7 +16,7 @@ from grpo_core.errors import message_of
 from grpo_core.listening import in_url
 from grpo_core.settings import Mistake
 from grpo_runs.offline.errors import RecipeInvalid
-from grpo_runs.offline.keys import OfflineKeys, in_recipe, put
+from grpo_runs.offline.keys import SECTIONS, OfflineKeys, in_recipe, put
 from grpo_runs.recipe.data import Found, environment_options
 from grpo_runs.recipe.keys import MAIN_KEYS, TABLE, TrainingRecipe
 
@@ -81,7 +81,7 @@ def translate(
             mistakes.append(found)
         else:
             put(content, *found)
-    for section in ("grpo", "env_server"):
+    for section in SECTIONS:
         content.setdefault(section, {}).update(recipe[section])
     try:
         keys = OfflineKeys.model_validate(content)

@@ -10,13 +10,14 @@ from typing import Any
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.rollouts.files import TOKENIZER, read_steps
 from grpo_core.rollouts.page import TokenTexts, write_page
-from grpo_core.rollouts.page.encode import PART, REWARD, TITLES, Point
+from grpo_core.rollouts.page.encode import REWARD, Point
 from grpo_core.settings.sources import read_file
 from grpo_runs.report.evaluations import Evaluations
-from grpo_runs.report.steps import metric_curves, pool_curves
+from grpo_runs.report.steps import pool_curves
 from grpo_runs.report.summary import tenth_of, warnings_text
 from grpo_runs.run_directory import RunDirectory, options_in
 from grpo_runs.watch.logs import ServiceLogs
+from grpo_runs.watch.metrics_log import LOSS, MetricsLog
 
 
 class NothingToReport(GrpoError):
@@ -41,8 +42,14 @@ def write_report(
         BrokenRollouts: a file of rollouts, or their tokenizer, cannot be read.
         OSError: the page could not be written.
     """
-    metrics, rollouts = metric_curves(run.metrics), run.rollouts
-    if not metrics and rollouts is None:
+    log, rollouts = MetricsLog(run.metrics), run.rollouts
+    log.read_new()
+    if log.broken_lines:
+        raise ProtocolViolation(
+            f"{run.metrics} line {log.broken_lines[0]}: expected the record of a training step, a "
+            "JSON object with the key step"
+        )
+    if not log.rows and rollouts is None:
         dropped = " or ".join(map(str, run.untrained_rollouts.values()))
         raise NothingToReport(
             f"{run.path} has no {run.metrics.name} and no rollouts that were trained on; "
@@ -50,7 +57,9 @@ def write_report(
         )
     evaluations = Evaluations.read(run.evaluations)
     curves = {
-        name: points for name, points in metrics.items() if name in TITLES or name.startswith(PART)
+        name: [(step, value) for step, value, _ in points]
+        for name, points in log.curves("step", len(log.rows)).items()
+        if name != LOSS
     }
     config = config_of(run)
     texts = token_texts(rollouts)

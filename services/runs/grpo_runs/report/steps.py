@@ -103,25 +103,6 @@ def numbers_of(line: str | bytes) -> dict[str, float]:
     return found
 
 
-def metric_curves(path: Path) -> dict[str, list[Point]]:
-    """Steps and values of every metric. Empty if there is no file.
-
-    Raises:
-        ProtocolViolation: a complete line is not the record of a step.
-    """
-    records: dict[int, Mapping[str, float]] = {}
-    for number, line in enumerate(FollowedFile(path).new_lines(), start=1):
-        try:
-            record = numbers_of(line)
-            records[int(record["step"])] = record
-        except ValueError:
-            raise ProtocolViolation(
-                f"{path} line {number}: expected the record of a training step, a JSON object with "
-                "the key step"
-            ) from None
-    return curves_of(records)
-
-
 def pool_curves(directory: Path) -> dict[str, list[Point]]:
     """Steps and number of items, by names such as `curriculum/sums/hard`. Empty if there is no
     directory. If a resumed run repeats steps, the later lines count.

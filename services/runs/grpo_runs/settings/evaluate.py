@@ -51,10 +51,6 @@ def option_of(view: type[BaseModel], option: str, **changes: Any) -> Any:
     return info
 
 
-def all_cores() -> int:
-    return CPU.cores
-
-
 _CHECKPOINTS = "checkpoints"
 _OF_TRAINING = frozenset(
     {
@@ -239,7 +235,7 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         0.9, gt=0, lt=1, description="Fraction of the GPU's memory that the server may use"
     )
     compute_threads: Annotated[int, Shown(default="the number of cores")] = Field(
-        default_factory=all_cores,
+        default_factory=lambda: CPU.cores,
         ge=1,
         description="Number of CPU threads that the server computes with",
     )
@@ -341,9 +337,9 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
     def drop_unused(cls, given: dict[str, Given], environment: Mapping[str, str]) -> Iterator[str]:
         """Without --task, take the options of the run that the model belongs to."""
         yield from super().drop_unused(given, environment)
-        model = given.get("model")
-        config = _config_of_run(Path(str(model.value))) if model else None
-        if config is None or "task" in given:
+        model = Path(str(given["model"].value)) if "model" in given else Path()
+        config = RunDirectory(model.parent.parent).config
+        if "task" in given or model.parent.name != _CHECKPOINTS or not config.is_file():
             return
         for field, value in _options_of_run(config).items():
             if value not in (None, [], {}):
@@ -426,9 +422,3 @@ def _options_of_run(config: Path) -> dict[str, Any]:
         raise ValueError(f"{error}; pass --task") from None
     found = own | options_in(own.get(ENVIRONMENT) or {})  # of runs before the sections
     return {name: found[name] for name in _OF_ITEMS if name in found}
-
-
-def _config_of_run(model: Path) -> Path | None:
-    """The configuration of the run that wrote this model or adapter; None if it is in no run."""
-    config = RunDirectory(model.parent.parent).config
-    return config if model.parent.name == _CHECKPOINTS and config.is_file() else None

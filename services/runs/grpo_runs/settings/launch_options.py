@@ -45,11 +45,6 @@ def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def half_the_cores() -> int:
-    """Server and trainer compute at the same time, so each gets half."""
-    return max(1, CPU.cores // 2)
-
-
 class ServerHere(CommandSettings):
     """Of commands that start an inference server on this machine."""
 
@@ -211,7 +206,8 @@ class WholeRunOptions(CommandSettings):
         description="Seconds to wait for run-api, the trainer and each environment to start",
     )
     compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
-        default_factory=half_the_cores,
+        # Server and trainer compute at the same time, so each gets half.
+        default_factory=lambda: max(1, CPU.cores // 2),
         ge=1,
         description="Number of CPU threads that the server computes with; several servers share "
         "them. The trainer uses the same number",

@@ -303,7 +303,7 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         values["eval_output"] = run.evaluations
     if run is not None and values.get("curriculum", UNIFORM) != UNIFORM:
         values["curriculum_dir"] = run.curricula / name_of_task(task)
-    return without_none(values)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def run_api_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
@@ -313,10 +313,6 @@ def run_api_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
         "run_id": places.run_id,
         "log_level": settings.log_level,
     }
-
-
-def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def secret_variables(**values: SecretStr | None) -> dict[str, str]:

@@ -293,7 +293,9 @@ class LiveRun:
         """What this page itself noticed."""
         found = []
         if self.log.broken_lines:
-            found.append(f"{self.log.broken_lines} lines of {self.run.metrics} are no step records")
+            found.append(
+                f"{len(self.log.broken_lines)} lines of {self.run.metrics} are no step records"
+            )
         if self._api_away_since is not None:
             since = time.strftime("%H:%M:%S", time.localtime(self._api_away_since))
             found.append(f"run-api does not answer since {since}; the queue is not known")
