@@ -31,7 +31,7 @@ def free_port() -> int:
     while True:
         with socket.socket() as probe:  # the kernel chooses
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+            port = int(probe.getsockname()[1])
         if _claim(port):
             return port
 
