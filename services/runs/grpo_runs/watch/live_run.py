@@ -292,10 +292,8 @@ class LiveRun:
     def _own_warnings(self, now: float) -> list[dict[str, Any]]:
         """What this page itself noticed."""
         found = []
-        if self.log.broken_lines:
-            found.append(
-                f"{len(self.log.broken_lines)} lines of {self.run.metrics} are no step records"
-            )
+        if count := len(self.log.broken_lines):
+            found.append(f"{count} lines of {self.run.metrics} are no step records")
         if self._api_away_since is not None:
             since = time.strftime("%H:%M:%S", time.localtime(self._api_away_since))
             found.append(f"run-api does not answer since {since}; the queue is not known")

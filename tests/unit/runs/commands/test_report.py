@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import webbrowser
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from grpo_core.settings import load_settings
 from grpo_runs.commands.rollouts import report
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.page import config_of, title_of
-from grpo_runs.report.steps import metric_curves
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.settings.rollouts import ReportSettings
 from tests.unit.runs.records import evaluation, metrics_line
@@ -122,18 +120,6 @@ def test_a_failure_names_the_file(tmp_path: Path, files: dict[str, str], problem
     assert status == 1
     assert problem.format(run=tmp_path) in screen.err
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_curve_has_each_step_once_and_skips_what_is_no_number(tmp_path: Path) -> None:
-    """A resumed run may repeat steps. The last line is still being written."""
-    path = tmp_path / "metrics.jsonl"
-    lines = [{"step": 1, "a": 1}, {"step": 3, "a": 7}, {"step": 2, "a": 2.5, "b": "x"}]
-    lines.append({"step": 3, "a": 3})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4')
-    curves = metric_curves(path)
-    assert curves["a"] == [(1, 1), (2, 2.5), (3, 3)]
-    assert "b" not in curves
-    assert metric_curves(tmp_path / "none") == {}
 
 
 def test_evaluations_give_curves_and_the_change() -> None:

@@ -69,12 +69,23 @@ def test_a_file_that_was_shortened_in_place_and_has_grown_again(tmp_path: Path) 
     assert log.restarts == 1
 
 
+def test_a_curve_has_each_step_once_and_skips_what_is_no_number(tmp_path: Path) -> None:
+    """The last line is still being written."""
+    file = tmp_path / "metrics.jsonl"
+    named = [(1, 1), (3, 7), (2, 2.5), (3, 3)]
+    found = [{"step": step, "reward/mean": one, "staleness/mean": "x"} for step, one in named]
+    file.write_text("".join(json.dumps(line) + "\n" for line in found) + '{"step": 4')
+    log = MetricsLog(file)
+    log.read_new()
+    assert log.curves("step", 10) == {"reward/mean": [(1, 1, 1), (2, 2.5, 2), (3, 3, 3)]}
+
+
 def test_broken_lines_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("{\n" + lines([1]) + '{"loss": 1}\n[]\n')
     log = MetricsLog(file)
     log.read_new()
-    assert ([row.step for row in log.rows], log.broken_lines) == ([1], 3)
+    assert ([row.step for row in log.rows], log.broken_lines) == ([1], [1, 3, 4])
 
 
 def test_thinned_points_keep_the_ends_of_every_part() -> None:
