@@ -31,7 +31,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         # vLLM's LoRA kernels for GPUs do not take float32.
         *("--dtype", "bfloat16" if mode.trains_adapter else "float32"),
     )
-    return ModeRun(made.directory, made.output, mode)
+    return ModeRun(made.directory, made.output, made.errors, mode)
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
