@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_core.settings import load_settings
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import ForwardOptions
-from grpo_core.tree.trainer_command import parse_command
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.data.collate import by_prefix
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
@@ -108,7 +109,7 @@ def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
 
 def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimizer]:
     words = ["--model", "m", "--mode", "shared_vllm", "--lr", str(lr), *flags]
-    settings = parse_command(words).settings()
+    settings = load_settings(CommandLine, words, at_start=True).settings()
     drawn = torch.Generator(DEVICE).manual_seed(0)
     weights = 0.02 * torch.randn(SIZE, generator=drawn, device=DEVICE)
     parameter = nn.Parameter(weights.to(torch.bfloat16))

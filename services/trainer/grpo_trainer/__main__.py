@@ -11,17 +11,18 @@ import structlog
 from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
+from grpo_core.settings import load_settings
 from grpo_core.settings.machine import does_not_answer
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.tree.trainer_command import parse_command
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.stop import Stop
 
 EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    line = parse_command(sys.argv[1:] if argv is None else argv)
+    line = load_settings(CommandLine, sys.argv[1:] if argv is None else argv, at_start=True)
     settings = line.settings()
     configure_logging("trainer", settings.log_level)
     with _errors_logged():

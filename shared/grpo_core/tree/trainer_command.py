@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +17,6 @@ from grpo_core.settings import (
     Given,
     Mistake,
     flag_for,
-    load_settings,
     resolved_yaml,
 )
 from grpo_core.settings.machine import missing_model, not_writable
@@ -298,11 +297,6 @@ class CommandLine(
     def _part(self, kind: type[M], **parts: Any) -> M:
         held = {name: getattr(self, name) for name in kind.model_fields if name not in parts}
         return kind.model_construct(self.model_fields_set & held.keys(), **held, **parts)
-
-
-def parse_command(argv: Sequence[str]) -> CommandLine:
-    """Reads a command line. A mistake ends the process with status 2 and one line."""
-    return load_settings(CommandLine, argv, at_start=True)
 
 
 def resolved(settings: TrainerSettings) -> dict[str, Any]:

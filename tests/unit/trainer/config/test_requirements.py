@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from grpo_core.errors import ModelNotFound
+from grpo_core.settings import load_settings
 from grpo_core.tree.optim import BITSANDBYTES_PIN
-from grpo_core.tree.trainer_command import parse_command
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.model.download import provide
 from grpo_trainer.optim.master_update import build_update
@@ -29,8 +30,9 @@ def test_missing_packages_are_all_named_before_anything_else(
     flags = ["--optimizer", "adamw_8bit", "--tensorboard-dir", str(tmp_path / "board")]
     flags += ["--report-to", "trackio"]
     unused = tmp_path / "unused"
+    words = [*TRAINER, *flags, "--save-path", str(unused)]
     with pytest.raises(SystemExit):
-        parse_command([*TRAINER, *flags, "--save-path", str(unused)]).settings()
+        load_settings(CommandLine, words, at_start=True)
     assert capsys.readouterr().err.splitlines() == [
         "grpo: --optimizer: adamw_8bit needs the package bitsandbytes: "
         f"pip install {BITSANDBYTES_PIN}",
@@ -46,7 +48,7 @@ def test_a_gpu_without_bitsandbytes_gets_no_other_optimizer_quietly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    settings = parse_command(TRAINER).settings()
+    settings = load_settings(CommandLine, TRAINER, at_start=True).settings()
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(MissingPackage, match=f"run pip install {BITSANDBYTES_PIN}"):
         build_update(settings, [on_gpu])

@@ -10,13 +10,13 @@ import yaml
 
 from grpo_core.settings import load_settings
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.tree.trainer_command import CommandLine, parse_command
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer import train
 from grpo_trainer.errors import NoInferenceServer
 
 
 def settings(mode: str, *flags: str) -> TrainerSettings:
-    return parse_command(["--model", "m", "--mode", mode, *flags]).settings()
+    return load_settings(CommandLine, ["--model", "m", "--mode", mode, *flags]).settings()
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
+from grpo_core.settings import load_settings
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.tree.trainer_command import CommandLine, parse_command
+from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.errors import NonFiniteGradient, UnusableOptimizer
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import with_adapter
@@ -172,7 +173,8 @@ WEIGHTS = [torch.zeros(8, dtype=torch.bfloat16)]
 
 
 def settings(*flags: str) -> TrainerSettings:
-    return parse_command(["--model", "m", "--mode", "shared_vllm", *flags]).settings()
+    words = ["--model", "m", "--mode", "shared_vllm", *flags]
+    return load_settings(CommandLine, words).settings()
 
 
 @pytest.mark.parametrize(

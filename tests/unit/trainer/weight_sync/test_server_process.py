@@ -50,10 +50,12 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 TRAINER = """
 import sys
 from grpo_trainer.weight_sync import build as server_process
-from grpo_core.tree.trainer_command import parse_command
+from grpo_core.settings import load_settings
+from grpo_core.tree.trainer_command import CommandLine
 server_process.PACKAGE = "stand_in_vllm"
 server_process._has_gpu = lambda: False  # to find out, it imports torch
-with server_process.inference_server(parse_command(sys.argv[1:]).settings()):
+settings = load_settings(CommandLine, sys.argv[1:], at_start=True).settings()
+with server_process.inference_server(settings):
     print("up", flush=True)
     sys.stdin.read()
 """
