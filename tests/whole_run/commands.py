@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,13 @@ from tests.fixtures.inference import SMALL
 from tests.support.preloaded import MODULE as PRELOADED
 from tests.support.preloaded import VARIABLE as FORK_SOCKET
 from tests.support.preloaded import fork_socket
-from tests.whole_run.stages import SUBMISSIONS
 
 REDIS, RUN_API, SERVER = "redis", "run-api", "vllm-server"
 TRAINER, ENVIRONMENT = "trainer", "environment"
+ENGINE, SUPERVISOR = "engine", "supervisor"
+"""Of a server, which is its supervisor with all below it."""
+RANK, REWARD_WORKER = "rank", "reward-worker"
+"""Any one of the trainer's, and any one of the environment's."""
 SHARED = "shared_vllm"
 LORA_ONLY, LORA_RESTART = "lora_only", "lora_restart"
 OTHER_MODES = (LORA_ONLY, LORA_RESTART, "none")
@@ -43,8 +47,7 @@ class Shape:
     mode: the weight-sync mode
     servers: number of inference servers; several follow the versions in Redis
     ranks: number of trainer processes, which torchrun starts
-    as_shipped: with the deadlines that users get, an environment that journals what it sends,
-        and rewards in worker processes
+    as_shipped: with the deadlines that users get, and rewards in worker processes
     is_pretrained: SmolLM2 in place of the tiny model
     queue_limit: number of groups from which on run-api delays submissions; 0: its default. The
         environment then fills the queue
@@ -72,28 +75,24 @@ class Shape:
 
 @dataclass
 class Commands:
-    """Args:
-    directory: logs, metrics, checkpoints and Redis' files
-    socket: path of the weight socket
-    """
+    """Args: directory: logs, metrics, journals, checkpoints and Redis' files"""
 
     directory: Path
-    socket: Path
-    model: str
+    model: Path
     shape: Shape
 
     def __post_init__(self) -> None:
         self.mode, self.as_shipped = self.shape.mode, self.shape.as_shipped
-        self.ports = self.shape.ports()
+        self.ports, self.start_order = self.shape.ports(), self.shape.start_order
+        # Unix socket paths are limited to 107 bytes, and pytest's directories may be longer.
+        self._sockets = tempfile.TemporaryDirectory(prefix="grpo-")
+
+    def close(self) -> None:
+        self._sockets.cleanup()
 
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
-
-    @property
-    def submissions(self) -> Path:
-        """The environment's journal."""
-        return self.directory / "submissions.txt"
 
     def url(self, name: str, client: str = "") -> str:
         return f"http://{self._host(name, client)}:{self.ports[name]}"
@@ -125,9 +124,8 @@ class Commands:
         return _flags({"port": self.ports[RUN_API], **flags, **self._of_the_run(RUN_API)})
 
     def variables(self) -> dict[str, str]:
-        found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        found[SUBMISSIONS] = str(self.submissions)
-        return found | ({FORK_SOCKET: fork_socket()} if self.mode == SHARED else {})
+        """Beside those that every process of a rig gets."""
+        return {FORK_SOCKET: fork_socket()} if self.mode == SHARED else {}
 
     def _server_module(self) -> list[str]:
         """In the file modes the supervisor starts its own fork server: a test kills the supervisor
@@ -145,7 +143,8 @@ class Commands:
         }
         if self.mode == SHARED:
             config = self.directory / "vllm_bridge_config.json"
-            flags |= {"weights-socket": self.socket, "bridge-config-path": config}
+            socket = f"{self._sockets.name}/weights.sock"
+            flags |= {"weights-socket": socket, "bridge-config-path": config}
             if not self.as_shipped:
                 flags["max-pause-lease-s"] = LONGER_THAN_ANY_WAIT_S
             return ["--share-weights", *_flags(flags), *SMALL]
@@ -154,9 +153,8 @@ class Commands:
         return [*lora, *_flags(flags), *SMALL]
 
     def _environment_module(self) -> list[str]:
-        if self.as_shipped:
-            return ["tests.whole_run.journalled_environment", f"{SUMS}:Sums", "serve"]
-        return ["grpo_env", "arithmetic", "serve"]
+        task = f"{SUMS}:Sums" if self.as_shipped else "arithmetic"
+        return ["tests.whole_run.journalled_environment", task, "serve"]
 
     def _environment(self) -> list[str]:
         never = {} if self.as_shipped else {"run-api-deadline-s": LONGER_THAN_ANY_WAIT_S}

@@ -1,8 +1,4 @@
-"""Runs `env-server`, with a journal of the groups that it sends.
-
-Each line of the journal is a word and a digest: `sent` before a submission, `acknowledged` after
-run-api's answer. Nothing else differs from `env-server`.
-"""
+"""Runs `env-server`, which notes the groups that it sends. Nothing else differs."""
 
 from __future__ import annotations
 
@@ -14,21 +10,16 @@ from typing import Any
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_env.__main__ import main
 from grpo_trainer.data.filter import digest
-from tests.whole_run.stages import SUBMISSIONS
-
-SENT, ACKNOWLEDGED = "sent", "acknowledged"
+from tests.whole_run.journal import VARIABLE, Journal, Outcome
 
 
-def _noting(submit: Callable[..., Awaitable[Any]], path: Path) -> Callable[..., Awaitable[Any]]:
-    def note(word: str, name: str) -> None:
-        with path.open("a") as journal:
-            journal.write(f"{word} {name}\n")
-
+def _noting(
+    submit: Callable[..., Awaitable[Any]], journal: Journal
+) -> Callable[..., Awaitable[Any]]:
     async def submitting(client: Any, group: Any, *given: Any) -> Any:
-        name = digest(group).hex()
-        note(SENT, name)
+        call = journal.sent({digest(group).hex(): group.size})
         answer = await submit(client, group, *given)
-        note(ACKNOWLEDGED, name)
+        journal.settled(call, Outcome.ACKNOWLEDGED)
         return answer
 
     return submitting
@@ -36,6 +27,6 @@ def _noting(submit: Callable[..., Awaitable[Any]], path: Path) -> Callable[..., 
 
 if __name__ == "__main__":
     EnvironmentClient.submit = _noting(  # type: ignore[assignment,method-assign]
-        EnvironmentClient.submit, Path(os.environ[SUBMISSIONS])
+        EnvironmentClient.submit, Journal(Path(os.environ[VARIABLE]), "environment")
     )
     main()

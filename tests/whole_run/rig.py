@@ -1,89 +1,77 @@
-"""A run whose processes a test can kill and restart one by one, and what must hold afterwards."""
+"""A run whose processes a test can kill, stop and restart one by one."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
 import psutil
 
+from grpo_core.closing import ClosesOnExit
 from grpo_core.process import ManagedProcess
 from grpo_core.redis.server import answers_ping
 from tests.support.process_table import is_alive, processes_with, stop_for
 from tests.support.wait import wait_for
 from tests.whole_run.commands import (
+    ENGINE,
     ENVIRONMENT,
+    RANK,
     REDIS,
     RESTART_EVERY_STEPS,
+    REWARD_WORKER,
     RUN_API,
     SERVER,
     SHARED,
+    SUPERVISOR,
     TRAINER,
     Commands,
-    Shape,
     health_of,
 )
-from tests.whole_run.stages import HELD, JOURNAL, VARIABLE, WANTED, read
+from tests.whole_run.journal import JOURNAL, Entry, Journals, lines_of
+from tests.whole_run.journal import VARIABLE as JOURNALS
+from tests.whole_run.stages import HELD, VARIABLE, WANTED, read
+from tests.whole_run.verdict import NOISE, Evidence
 
 T = TypeVar("T")
 
 DEADLINE_S = 300.0
 """Long, because engines start and other runs may share the machine."""
-NOISE = 1e-4
-"""Bound on |served - trained logprob| in float32: sixty times the measured value."""
 MOVED = 100 * NOISE
 """Minimum change of the logprobs by a publication, so that old and new weights can be told
 apart."""
-ENGINE, SUPERVISOR = "engine", "supervisor"
-"""Processes of the server that can be killed alone."""
-RANK, REWARD_WORKER = "rank", "reward-worker"
-"""Any one of the trainer's, and any one of the environment's."""
 CALLS = {TRAINER: "/batch", ENVIRONMENT: "/(scored_data|status-env|info)"}
 """Paths of run-api that processes request repeatedly until they get an answer."""
 
 
-class Rig:
-    """Args:
-    directory: logs, metrics, checkpoints and Redis' files
-    sockets: a short path for the weight socket
-    deadline_s: of waits for processes that start, and for steps
-    """
+class Rig(ClosesOnExit):
+    """Args: deadline_s: of waits for processes that start, and for steps"""
 
-    def __init__(
-        self,
-        directory: Path,
-        sockets: Path,
-        model: Path,
-        shape: Shape,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        self._deadline_s = deadline_s
-        self.mode = mode = shape.mode
-        self._start_order = shape.start_order
-        self.steps_until_proof = 3 if mode == SHARED else RESTART_EVERY_STEPS + 1
-        self._directory = directory
-        self._stages = directory / "stages"
-        self._stages.mkdir()
-        self._commands = Commands(directory, sockets / "weights.sock", str(model), shape)
+    def __init__(self, commands: Commands, deadline_s: float = DEADLINE_S) -> None:
+        self._commands, self._deadline_s = commands, deadline_s
+        self.directory, self.mode = commands.directory, commands.mode
+        self.steps_until_proof = 3 if self.mode == SHARED else RESTART_EVERY_STEPS + 1
+        self._stages = self.directory / "stages"
+        self._stages.mkdir(parents=True)
+        self.journals = Journals(self.directory / JOURNAL)
         self._processes: dict[str, ManagedProcess] = {}
+        self._ended: set[str] = set()
         self._starts = 0
-        self.checkpoints = self._commands.checkpoints
-        self.run_api_url = self._commands.url(RUN_API)
+        self.checkpoints = commands.checkpoints
+        self._metrics = self.directory / "metrics.jsonl"
+        self.run_api_url = commands.url(RUN_API)
 
     def start(self, *names: str) -> None:
         """Start processes and wait until they are ready. Supervisors start their engines."""
         processes = {server_of(name) for name in names if not name.startswith(ENGINE)}
-        for row in self._start_order:
+        for row in self._commands.start_order:
             starting = [name for name in row if name in processes]
             for name in starting:
                 self.launch(name)
@@ -95,8 +83,11 @@ class Rig:
         if name in self._processes:
             self._processes[name].kill()  # the process ended: collect its exit status
         self._starts += 1
-        log = self._directory / f"{self._starts:02}-{name}.log"
-        variables = self._commands.variables() | {VARIABLE: str(self._stages)}
+        self._ended.discard(name)
+        log = self.directory / f"{self._starts:03}-{name}.log"
+        variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        variables |= {VARIABLE: str(self._stages), JOURNALS: str(self.directory / JOURNAL)}
+        variables |= self._commands.variables()
         command = [*self._commands.of(name), *flags]
         self._processes[name] = ManagedProcess(name, command, log, variables)
         return self._processes[name]
@@ -106,39 +97,36 @@ class Rig:
 
     def start_what_is_dead(self) -> None:
         living = [p.name for p in self._processes.values() if p.exit_code is None]
-        self.start(*(name for row in self._start_order for name in row if name not in living))
+        rows = self._commands.start_order
+        self.start(*(name for row in rows for name in row if name not in living))
 
     def kill(self, *names: str) -> None:
-        """Kill a process with SIGKILL; those below it must end by themselves."""
+        """Kill a process with SIGKILL; those below it must end by themselves. Of an engine, the
+        process that answers HTTP and those that compute."""
         for name in names:
-            if name.startswith(ENGINE):
-                self._kill_engine(server_of(name))
-            elif name.startswith(SUPERVISOR):
-                self._kill_supervisor_alone(server_of(name))
-            elif name in (RANK, REWARD_WORKER):
-                self.tree(name)[0].kill()
-            else:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it was killed before
-                    root, *below = self.tree(name)
-                    root.kill()
-                    _wait_for_end(below)
-                self._processes[name].kill()  # collects its exit status
-        if RANK in names:  # torchrun ends the others
-            wait_for(lambda: self._processes[TRAINER].exit_code is not None)
+            try:
+                root, *below = self.tree(name)
+            except psutil.NoSuchProcess:  # it was killed before
+                continue
+            for each in (*below, root) if name.startswith(ENGINE) else (root,):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended with another one
+                    each.kill()
+            if name == RANK:  # torchrun ends the others
+                wait_for(lambda: self._processes[TRAINER].exit_code is not None)
+                self._ended.add(TRAINER)
+            elif server_of(name) in self._processes and not name.startswith(ENGINE):
+                _wait_for_end(below)
+                self._processes[server_of(name)].kill()  # collects its exit status
+                self._ended.add(server_of(name))
 
-    def _kill_engine(self, server: str) -> None:
-        """Kill the process that answers HTTP and those that compute."""
-        engine = psutil.Process(self._engine_pid(server))
-        for process in (*engine.children(recursive=True), engine):
-            with contextlib.suppress(psutil.NoSuchProcess):  # already ended with the other one
-                process.kill()
-
-    def _kill_supervisor_alone(self, server: str) -> None:
-        """Kill the supervisor alone; the kernel must end its engine."""
-        supervisor = psutil.Process(self._processes[server].pid)
-        below = supervisor.children(recursive=True)
-        supervisor.kill()
-        _wait_for_end(below)
+    def end(self, *names: str) -> None:
+        """With SIGTERM, in order: an environment sends what it has begun, for example."""
+        for name in names:
+            self._processes[name].signal(signal.SIGTERM)
+        for name in names:
+            ended = self._processes[name]
+            assert ended.wait(self._deadline_s) == 0, ended.log_tail(40)
+            self._ended.add(name)
 
     def stop_for(self, seconds: float, *names: str) -> None:
         """Stop processes with SIGSTOP, with their children, and let them go on."""
@@ -153,7 +141,7 @@ class Rig:
         elif name == REWARD_WORKER:
             root = random.choice(self.wait_for(self._reward_workers))
         else:
-            root = psutil.Process(self._processes[name].pid)
+            root = psutil.Process(self._processes[server_of(name)].pid)
         return [root, *root.children(recursive=True)]
 
     def _engine_pid(self, server: str) -> int:
@@ -167,13 +155,15 @@ class Rig:
     def close(self) -> None:
         for process in reversed(self._processes.values()):
             process.kill()
+        self._commands.close()
 
     def wait_for(self, read: Callable[[], T], accept: Callable[[T], bool] = bool) -> T:
-        """`wait_for`, which also fails if a process ends."""
+        """`wait_for`, which also fails if a process has ended by itself."""
 
         def read_of_the_living() -> T:
-            for process in self._processes.values():
-                assert process.exit_code != 1, f"{process.name} ended:\n{process.log_tail(40)}"
+            for name, process in self._processes.items():
+                is_well = name in self._ended or process.exit_code is None
+                assert is_well, f"{name} ended:\n{process.log_tail(40)}"
             return read()
 
         try:
@@ -187,6 +177,18 @@ class Rig:
         before = len(self.records())
         found = self.wait_for(self.records, lambda records: len(records) >= before + more)
         return found[before : before + more]
+
+    def wait_for_proof(self, seen: int) -> None:
+        """Wait for a conclusive check of the served weights, which the previous ones would fail.
+
+        Args: seen: steps recorded before
+        """
+
+        def is_enough(records: list[Entry]) -> bool:
+            moved = [record.get("alignment/probe_moved", 0.0) for record in records]
+            return len(records) >= self.steps_until_proof and max(moved) > MOVED
+
+        self.wait_for(lambda: self.records()[seen:], is_enough)
 
     def wait_for_log(self, name: str, words: str, times: int = 1) -> None:
         self.wait_for(lambda: self.log(name).count(words), lambda found: found >= times)
@@ -234,26 +236,20 @@ class Rig:
     def process(self, name: str) -> ManagedProcess:
         return self._processes[name]
 
-    def end_environment(self, within_s: float) -> None:
-        """In order: it sends what it has begun."""
-        environment = self._processes[ENVIRONMENT]
-        environment.signal(signal.SIGTERM)
-        assert environment.wait(within_s) == 0, environment.log_tail(40)
-
     def log(self, name: str) -> str:
         return self._processes[name].log_path.read_text()
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Entry]:
         """One metrics record for each step that no restart has undone."""
-        return whole_lines(self._directory / "metrics.jsonl")
+        return lines_of(self._metrics)
 
-    def journal(self) -> list[dict[str, Any]]:
+    def taken(self) -> list[Entry]:
         """One entry for each batch that any trainer of the run has taken."""
-        return whole_lines(self.checkpoints / JOURNAL)
+        return Journals(self.checkpoints / JOURNAL).entries()
 
-    def submissions(self) -> str:
-        """What the environment has journalled, of a run with `as_shipped`."""
-        return self._commands.submissions.read_text()
+    def evidence(self, queued: int | None = None) -> Evidence:
+        taken = self.taken()  # first: its groups are then certainly in the other journals
+        return Evidence(taken, self.journals.submissions(), queued, records=self.records())
 
     def processes(self) -> list[psutil.Process]:
         """Those that inherited the run's variables."""
@@ -278,8 +274,8 @@ class Rig:
     def _is_ready(self, name: str) -> bool:
         if name == REDIS:
             return answers_ping(self._commands.ports[REDIS])
-        if name == RUN_API:
-            return httpx.get(f"{self.run_api_url}/health").status_code == 200
+        if name.startswith(RUN_API):
+            return httpx.get(f"{self._commands.url(name)}/health").status_code == 200
         if name.startswith(SERVER):
             return bool(self.bridge_info(name)["state"])
         if name == ENVIRONMENT:
@@ -300,50 +296,6 @@ def server_of(name: str) -> str:
     return name.replace(ENGINE, SERVER).replace(SUPERVISOR, SERVER)
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Complete lines of a JSON-lines file whose last line may be unfinished."""
-    return [json.loads(line) for line in read(path).rpartition("\n")[0].splitlines()]
-
-
 def _answer(url: str) -> dict[str, Any]:
     answer: dict[str, Any] = httpx.get(url, timeout=DEADLINE_S).json()
     return answer
-
-
-def require_progress(rig: Rig, seen: int) -> None:
-    """Check that steps are consecutive and every publication was served. Wait for a conclusive
-    check: the previous weights would have failed it.
-
-    Args: seen: steps recorded before the fault
-    """
-
-    def is_enough(records: list[dict[str, Any]]) -> bool:
-        moved = [record.get("alignment/probe_moved", 0.0) for record in records]
-        return len(records) >= rig.steps_until_proof and max(moved) > MOVED
-
-    records = rig.wait_for(lambda: rig.records()[seen:], is_enough)
-    steps = [record["step"] for record in records]
-    assert steps == list(range(steps[0], steps[0] + len(steps)))
-    assert max(record.get("alignment/probe_max", 0.0) for record in records) < NOISE
-
-
-def require_every_batch_trained_once(taken: list[dict[str, Any]]) -> None:
-    """Check the surviving steps: for each step number, the last one taken. They contain every batch
-    once and in order, and no group twice. A batch that was delivered again has the same groups.
-    Args: taken: the journal"""
-    line = {entry["step"]: entry for entry in taken}
-    steps = range(1, taken[-1]["step"] + 1)
-    assert [line[step]["batch"] for step in steps] == list(steps)
-    content = {line[step]["batch"]: line[step]["groups"] for step in steps}
-    groups = [group for batch in content.values() for group in batch]
-    assert len(groups) == len(set(groups))
-    for entry in taken:
-        assert entry["groups"] == content.get(entry["batch"], entry["groups"])
-
-
-def require_own_completions(taken: list[dict[str, Any]], epochs: set[int]) -> None:
-    """Check that a trainer of this run published the weights that sampled each completion."""
-    for entry in taken:
-        assert entry["versions"]
-        foreign = [v for v in entry["versions"] if v[0] not in epochs or v[1] > entry["step"]]
-        assert not foreign, f"step {entry['step']} trains on completions of versions {foreign}"

@@ -2,13 +2,13 @@
 
 A test writes the name of a stage and a token into a file. At that stage the trainer writes both
 into another file and waits until the first file changes or disappears. So a test can kill a process
-at exactly that moment. The journal lists the batch of each step, beside the checkpoints. Nothing
-else differs from `grpo`.
+at exactly that moment. The journal lists the batch of each step, below the save path. Nothing else
+differs from `grpo`.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,35 +24,18 @@ from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.filter import digest
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import shared
-from tests.support.wait import wait_for
+from tests.whole_run.journal import JOURNAL, Journal
 from tests.whole_run.stages import (
     HALF_SAVED,
     HALF_WRITTEN,
-    HELD,
-    JOURNAL,
     PAUSED,
     SAVED,
     TRAINING,
     VARIABLE,
     VERIFYING,
     WAITING,
-    WANTED,
-    read,
+    Stages,
 )
-
-HOLD_DEADLINE_S = 600.0
-
-
-class Stages:
-    def __init__(self, directory: Path) -> None:
-        self._wanted, self._held = directory / WANTED, directory / HELD
-
-    def reach(self, stage: str) -> None:
-        asked = read(self._wanted)
-        if asked.partition(" ")[0] != stage:
-            return
-        self._held.write_text(asked)
-        wait_for(lambda: read(self._wanted), lambda wanted: wanted != asked, HOLD_DEADLINE_S)
 
 
 def hold_at(stages: Stages) -> None:
@@ -89,20 +72,23 @@ def _in_two_halves(stages: Stages, copy: Callable[..., None]) -> Callable[..., N
     return copying
 
 
+@functools.cache
+def _journal(directory: Path) -> Journal:
+    return Journal(directory, "trainer")
+
+
 def _noting(look: Callable[..., Any]) -> Callable[..., Any]:
     def looking(source: Any, position: Any) -> Any:
         taken = look(source, position)
         if not isinstance(taken, Batch):
             return taken
-        entry = {
-            "step": position.step + 1,
-            "epoch": position.epoch,
-            "batch": taken.batch_id,
-            "groups": [digest(group).hex() for group in taken.groups],
-            "versions": [v for one in taken.sequences for v in one.versions or ()],
-        }
-        with (source.settings.save_path / JOURNAL).open("a") as journal:
-            journal.write(f"{json.dumps(entry)}\n")
+        _journal(source.settings.save_path / JOURNAL).note(
+            step=position.step + 1,
+            epoch=position.epoch,
+            batch=taken.batch_id,
+            groups=[digest(group).hex() for group in taken.groups],
+            versions=[v for one in taken.sequences for v in one.versions or ()],
+        )
         return taken
 
     return looking

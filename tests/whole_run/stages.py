@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support.wait import wait_for
+
 VARIABLE = "GRPO_TEST_STAGES"
-SUBMISSIONS = "GRPO_CHAOS_SUBMISSIONS"
-"""Names the environment's journal, see `tests.whole_run.journalled_environment`."""
 WANTED, HELD = "wanted", "held"
-JOURNAL = "journal.jsonl"
-"""File below the save path that lists all batches that were taken."""
+HOLD_DEADLINE_S = 600.0
 
 WAITING = "waiting"
 """The next batch is not requested yet; the previous one is trained."""
@@ -30,6 +29,15 @@ STAGES = [WAITING, TRAINING, PAUSED, HALF_WRITTEN, VERIFYING]
 """Stages of every step."""
 SAVING_STAGES = [HALF_SAVED, SAVED]
 """Stages of every step that saves a checkpoint."""
+WHEN = {
+    WAITING: "between two steps",
+    TRAINING: "while the trainer trains",
+    PAUSED: "before the weights are written",
+    HALF_WRITTEN: "half of the weights written",
+    VERIFYING: "before a publication is checked",
+    HALF_SAVED: "half of a checkpoint written",
+    SAVED: "before an acknowledgement",
+}
 
 
 def read(path: Path) -> str:
@@ -38,3 +46,17 @@ def read(path: Path) -> str:
         return path.read_text()
     except FileNotFoundError:
         return ""
+
+
+class Stages:
+    """Of a trainer's process, which is held at a stage that a test has asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._wanted, self._held = directory / WANTED, directory / HELD
+
+    def reach(self, stage: str) -> None:
+        asked = read(self._wanted)
+        if asked.partition(" ")[0] != stage:
+            return
+        self._held.write_text(asked)
+        wait_for(lambda: read(self._wanted), lambda wanted: wanted != asked, HOLD_DEADLINE_S)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.whole_run.chaos.hits import Journal, say
+from tests.whole_run.chaos.hits import HitLog, say
 from tests.whole_run.chaos.offline import OFFLINE, OfflineRun
 from tests.whole_run.chaos.queue import QueueRun
 from tests.whole_run.commands import LORA_ONLY, LORA_RESTART, SHARED, Shape
@@ -52,16 +52,16 @@ UNDISTURBED_SHAPES = {"undisturbed": Shape(SHARED, queue_limit=5, as_shipped=Tru
 """Only if it is named: no hits, for a run of many hours, which libfaketime shortens to minutes."""
 
 
-def run_shape(name: str, numbers: Iterable[int], seed: int, journal: Journal) -> None:
+def run_shape(name: str, numbers: Iterable[int], seed: int, log: HitLog) -> None:
     # A shape repeats its choices also without the others.
     dice = random.Random(f"{seed} {name}")
     if name == OFFLINE:
-        OfflineRun(dice, journal).run(numbers)
+        OfflineRun(dice, log).run(numbers)
     elif name in CONTAINER_SHAPES:
-        QueueRun(name, CONTAINER_SHAPES[name], dice, journal, in_containers=True).run(numbers)
+        QueueRun(name, CONTAINER_SHAPES[name], dice, log, in_containers=True).run(numbers)
     else:
         shape = (QUEUE_SHAPES | PRETRAINED_SHAPES | UNDISTURBED_SHAPES)[name]
-        QueueRun(name, shape, dice, journal, is_undisturbed=name in UNDISTURBED_SHAPES).run(numbers)
+        QueueRun(name, shape, dice, log, is_undisturbed=name in UNDISTURBED_SHAPES).run(numbers)
 
 
 def until(moment: float) -> Iterator[int]:
@@ -80,16 +80,16 @@ def main(words: list[str] | None = None) -> None:
     shapes = given.shapes.split(",")
     if given.minutes:
         shapes = random.Random(given.seed).sample(shapes, min(2, len(shapes)))
-    journal = Journal(given.directory)
+    log = HitLog(given.directory)
     for index, name in enumerate(shapes):
         hits = given.kills // len(shapes) + (index < given.kills % len(shapes))
         end = time.monotonic() + (given.minutes or 0) * 60 / len(shapes)
-        run_shape(name, until(end) if given.minutes else range(hits), given.seed, journal)
-    for line in journal.summary():
+        run_shape(name, until(end) if given.minutes else range(hits), given.seed, log)
+    for line in log.summary():
         say(line)
     # CI may have other work.
-    assert given.minutes or not journal.late(), "a run recovered too late"
-    hits = sum(bool(hit.victims) for hit in journal.hits)
+    assert given.minutes or not log.late(), "a run recovered too late"
+    hits = sum(bool(hit.victims) for hit in log.hits)
     say(f"{hits} hits with seed {given.seed}: nothing lost, nothing twice")
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import httpx
 import psutil
 
 from tests.containers.conftest import BASE_IMAGE, TAG, build_settings
 from tests.containers.stack import ROOT, RUN_WITHIN_S, Stack, docker, own_ports, run
 from tests.support.wait import wait_for
 from tests.whole_run.commands import (
+    ENGINE,
     ENVIRONMENT,
     REDIS,
     RUN_API,
@@ -26,8 +25,8 @@ from tests.whole_run.commands import (
     Shape,
     server_names,
 )
-from tests.whole_run.rig import ENGINE, server_of, whole_lines
-from tests.whole_run.stages import JOURNAL
+from tests.whole_run.journal import JOURNAL, Journals
+from tests.whole_run.rig import Rig, server_of
 
 T = TypeVar("T")
 
@@ -38,21 +37,22 @@ _PORTS = 32
 """Of a range on the host, for several servers."""
 
 
-class ContainerRig:
-    """Args: directory: for what environment and trainer journal"""
+class ContainerRig(Rig):
+    """Its processes are those of Docker. Args: directory: for what the environment notes"""
 
     def __init__(self, directory: Path, shape: Shape) -> None:
         self.mode, self._shape = shape.mode, shape
-        self._journal = directory / "journal"
-        self._journal.mkdir(mode=0o777)
-        self._journal.chmod(0o777)  # the containers' user is another one
+        noted = directory / JOURNAL
+        noted.mkdir(mode=0o777)
+        noted.chmod(0o777)  # the containers' user is another one
+        self.journals = Journals(noted)
         self._site = contextlib.ExitStack()
         settings = self._site.enter_context(build_settings(directory))
         settings |= own_ports() | {"STACK_TAG": TAG, "STACK_DEVICE": "cpu", "CPU_THREADS": "1"}
         settings |= {
             "COMPOSE_FILE": f"{ROOT}/docker-compose.yml:{ROOT}/tests/whole_run/chaos/compose.yml"
         }
-        settings |= {"CHAOS_ROOT": str(ROOT), "CHAOS_JOURNAL": str(self._journal)}
+        settings |= {"CHAOS_ROOT": str(ROOT), "CHAOS_JOURNAL": str(noted)}
         settings |= {"TASK": "/chaos/tests/whole_run/sums.py:Sums", "STEPS": "100000"}
         settings |= {"BATCH_SIZE": "8", "GROUP_SIZE": "4", "MAX_COMPLETION_TOKENS": "8"}
         settings |= {"ENVIRONMENT_FLAGS": "--drop-equal-scores false"}
@@ -64,6 +64,7 @@ class ContainerRig:
             }
         name = self.mode.replace("_", "-")
         self._stack = Stack(self.mode, f"grpo-chaos-{name}", settings)
+        self.run_api_url = f"http://127.0.0.1:{settings['RUN_API_PORT']}"
         self._suffix = "shared" if self.mode == "shared_vllm" else name
 
     def start(self, *_: str) -> None:
@@ -73,7 +74,8 @@ class ContainerRig:
         built = self._stack.compose("build")
         assert built.returncode == 0, built.stderr[-5000:]
         self._stack.up_well()
-        self._volume = self._mount()
+        self.checkpoints = self._mount()
+        self._metrics = self.checkpoints / "metrics.jsonl"
 
     def _mount(self) -> Path:
         """Where the volume of checkpoints is on the host."""
@@ -140,30 +142,15 @@ class ContainerRig:
         except AssertionError as late:
             raise AssertionError(f"{late}\n{self._stack.logs()}") from None
 
-    def end_environment(self, _within_s: float) -> None:
-        container = self._id(ENVIRONMENT)
-        docker("stop", "--time", str(_STOP_S), container)
-        ended = docker("inspect", "--format", "{{.State.ExitCode}}", container).strip()
-        assert ended == "0", self._stack.logs()
-
-    def records(self) -> list[dict[str, Any]]:
-        return whole_lines(self._volume / "metrics.jsonl")
-
-    def journal(self) -> list[dict[str, Any]]:
-        return whole_lines(self._volume / JOURNAL)
-
-    def submissions(self) -> str:
-        return (self._journal / "submissions.txt").read_text()
-
-    def status(self) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self._stack.settings['RUN_API_PORT']}/status"
-        answer: dict[str, Any] = httpx.get(url, timeout=RUN_WITHIN_S).json()
-        return answer
+    def end(self, *names: str) -> None:
+        for name in names:
+            docker("stop", "--time", str(_STOP_S), self._id(name))
+            ended = docker("inspect", "--format", "{{.State.ExitCode}}", self._id(name)).strip()
+            assert ended == "0", self._stack.logs()
 
     def close(self) -> None:
         self._stack.down()
         self._site.close()
-        shutil.rmtree(self._journal)
 
     def processes(self) -> list[psutil.Process]:
         names = (REDIS, RUN_API, *server_names(self._shape.servers), ENVIRONMENT, TRAINER)

@@ -1,11 +1,10 @@
-"""What the shapes of run share: hits, the journal, and the processes and resources of a run."""
+"""What the shapes of run share: hits, their log, and the processes and resources of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -42,7 +41,7 @@ class Hit:
     resources: dict[str, float] = field(default_factory=dict)
 
 
-class Journal:
+class HitLog:
     """Prints each hit, and writes it into `journal.jsonl`."""
 
     def __init__(self, directory: Path) -> None:
@@ -52,8 +51,8 @@ class Journal:
 
     def add(self, hit: Hit) -> None:
         self.hits.append(hit)
-        with (self.directory / "journal.jsonl").open("a") as journal:
-            journal.write(f"{json.dumps(asdict(hit))}\n")
+        with (self.directory / "journal.jsonl").open("a") as log:
+            log.write(f"{json.dumps(asdict(hit))}\n")
         victims = f"{hit.signal} {'+'.join(hit.victims)}, " if hit.victims else ""
         say(
             f"{hit.shape} {hit.number + 1}: {victims}ready after {hit.ready_s:.1f} s, trained step "
@@ -84,14 +83,6 @@ class Journal:
     def late(self) -> list[Hit]:
         """Without a victim there is nothing to recover from."""
         return [hit for hit in self.hits if hit.victims and hit.recovered_s > PROMISED_S]
-
-
-_TWO_SHARE = 0.2
-
-
-def sample(dice: random.Random, among: Iterable[str]) -> list[str]:
-    """One or two of them."""
-    return dice.sample([*among], 2 if dice.random() < _TWO_SHARE else 1)
 
 
 def resources(processes: Iterable[psutil.Process], *places: Path) -> dict[str, float]:

@@ -14,7 +14,7 @@ from grpo_core.process import ManagedProcess
 from grpo_tiny_model.model import ensure_tiny_model
 from tests.support.process_table import processes_with, stop_for
 from tests.support.wait import wait_for
-from tests.whole_run.chaos.hits import Hit, Journal, Stopwatch, resources, say
+from tests.whole_run.chaos.hits import Hit, HitLog, Stopwatch, resources, say
 from tests.whole_run.commands import SUMS
 
 OFFLINE = "offline"
@@ -41,9 +41,9 @@ WEIGHTS = "final_model/model.safetensors"
 
 
 class OfflineRun:
-    def __init__(self, dice: random.Random, journal: Journal) -> None:
-        self._dice, self._journal = dice, journal
-        self._place = journal.directory / OFFLINE
+    def __init__(self, dice: random.Random, log: HitLog) -> None:
+        self._dice, self._log = dice, log
+        self._place = log.directory / OFFLINE
         self._starts = 0
 
     def run(self, numbers: Iterable[int]) -> None:
@@ -91,7 +91,7 @@ class OfflineRun:
         process.kill()
         hit.step = _iterations(directory)
         if not has_ended:
-            self._journal.add(hit)
+            self._log.add(hit)
         return not has_ended
 
     def _finish(self, process: ManagedProcess) -> None:

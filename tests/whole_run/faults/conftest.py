@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.whole_run.commands import SHARED, Shape
+from tests.whole_run.commands import SHARED, Commands, Shape
 from tests.whole_run.rig import Rig
 
 
@@ -23,11 +22,8 @@ def run_in(
     def run(mode: str) -> Rig:
         if not runs or runs[-1].mode != mode:
             stack.close()
-            # Unix socket paths are limited to 107 bytes, and pytest's directories may be longer.
-            sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))
-            directory = tmp_path_factory.mktemp("run")
-            runs.append(Rig(directory, Path(sockets), tiny_model, Shape(mode)))
-            stack.callback(runs[-1].close)
+            commands = Commands(tmp_path_factory.mktemp("run"), tiny_model, Shape(mode))
+            runs.append(stack.enter_context(Rig(commands)))
         return runs[-1]
 
     with ExitStack() as stack:

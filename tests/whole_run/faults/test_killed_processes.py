@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from tests.whole_run.commands import (
+    ENGINE,
     ENVIRONMENT,
-    OTHER_MODES,
     REDIS,
     RUN_API,
     SERVER,
@@ -19,57 +19,26 @@ from tests.whole_run.commands import (
     STATE_INTERVAL,
     TRAINER,
 )
-from tests.whole_run.rig import (
-    ENGINE,
-    SUPERVISOR,
-    Rig,
-    require_every_batch_trained_once,
-    require_own_completions,
-    require_progress,
-)
-from tests.whole_run.stages import (
-    HALF_WRITTEN,
-    SAVED,
-    SAVING_STAGES,
-    STAGES,
-    TRAINING,
-    WAITING,
-)
+from tests.whole_run.rig import Rig
+from tests.whole_run.stages import HALF_WRITTEN, WAITING
+from tests.whole_run.table import KILLS
+from tests.whole_run.verdict import judge
 
 ENDS_WITHIN_S = 120.0
 NOTICED = {SERVER: (TRAINER, "server.connection_lost"), REDIS: (RUN_API, "request.failed")}
 """For each killed process: the log that reports its outage, and the text."""
 
-ALWAYS = [
-    (SHARED, (REDIS, RUN_API), TRAINING),
-    (SHARED, (REDIS, RUN_API), SAVED),
-    (SHARED, (SERVER,), HALF_WRITTEN),
-    (SHARED, (ENGINE,), TRAINING),
-    (SHARED, (TRAINER,), SAVED),
-]
-NIGHTLY = [
-    *((SHARED, (name,), stage) for name in (RUN_API, REDIS, SERVER) for stage in STAGES),
-    (SHARED, (ENVIRONMENT,), WAITING),
-    *((mode, (ENGINE,), WAITING) for mode in OTHER_MODES),
-    *((mode, (name,), TRAINING) for mode in OTHER_MODES for name in (SUPERVISOR, REDIS, TRAINER)),
-]
-
 pytestmark = pytest.mark.timeout(900)
-
-
-def cases() -> list[Any]:
-    nightly = [case for case in NIGHTLY if case not in ALWAYS]
-    return [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.full) for case in nightly)]
-
-
-def require_the_run_goes_on(rig: Rig, seen: int) -> None:
-    require_progress(rig, seen)
-    require_every_batch_trained_once(rig.journal())
 
 
 @pytest.mark.parametrize(
     ("rig", "names", "stage"),
-    cases(),
+    [
+        pytest.param(
+            kill.mode, kill.victims, kill.stage, marks=[] if kill.always else pytest.mark.full
+        )
+        for kill in sorted(KILLS, key=lambda kill: not kill.always)
+    ],
     indirect=["rig"],
     ids=lambda part: part if isinstance(part, str) else "+".join(part),
 )
@@ -78,54 +47,43 @@ def test_the_run_goes_on_after_a_kill(rig: Rig, names: tuple[str, ...], stage: s
     with rig.held_at(stage):
         seen, said = len(rig.records()), rig.log(witness).count(words)
         crashes, before = rig.server_status()["crashes"], rig.records()[-1]["step"]
-        batches = len(rig.journal())
-        version = rig.bridge_info()["policy_version"]
+        batches, version = len(rig.taken()), rig.bridge_info()["policy_version"]
         rig.kill(*names)
-        if (
-            ENGINE in names and rig.mode != SHARED
-        ):  # the restarted server needs no trainer to serve again
+        if ENGINE in names and rig.mode != SHARED:
+            # the restarted server needs no trainer to serve again
             rig.wait_for(lambda: rig.server_status()["crashes"] > crashes)
             assert rig.bridge_info()["policy_version"] == version
     if RUN_API in names:
         rig.wait_for_callers()
     elif words and rig.mode == SHARED:
         rig.wait_for_log(witness, words, said + 1)
+    elif TRAINER in names and rig.mode == SHARED:
+        require_the_server_serves(rig, is_torn=stage == HALF_WRITTEN)
     rig.start(*names)
-    require_the_run_goes_on(rig, seen)
-    # The restarted server has not answered with weights that no trainer published.
-    taken = rig.journal()
-    require_own_completions(taken, {entry["epoch"] for entry in taken})
+    rig.wait_for_proof(seen)
+    assert judge(rig.evidence()) == []
+    status = rig.server_status()
     if ENGINE in names:
-        assert rig.server_status()["crashes"] == crashes + 1
+        assert status["crashes"] == crashes + 1
     if TRAINER in names:
-        assert before - STATE_INTERVAL < taken[batches]["step"] <= before + 2
-    if rig.mode != SHARED:
-        assert rig.server_status()["dropped_requests"] == 0
+        assert before - STATE_INTERVAL < rig.taken()[batches]["step"] <= before + 2
+    if rig.mode == SHARED:
+        assert rig.bridge_info()["weights_intact"]
+    else:
+        assert status["dropped_requests"] == 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("stage", [*STAGES, *SAVING_STAGES])
-def test_a_killed_trainer_leaves_the_server_serving(rig: Rig, stage: str) -> None:
-    """Except if the trainer was killed while it wrote: then requests wait for a trainer.
-    test_resumed_run.py shows how the run continues."""
-    with rig.held_at(stage):
-        seen, before = len(rig.records()), rig.records()[-1]["step"]
-        batches = len(rig.journal())
-        rig.kill(TRAINER)
+def require_the_server_serves(rig: Rig, is_torn: bool) -> None:
+    """Without its trainer; except if that was killed while it wrote: requests wait for a trainer
+    then. test_resumed_run.py shows how the run continues."""
     # The end of the connection ends the pause, long before its lease of an hour.
-    rig.wait_for(lambda: not rig.bridge_info()["paused"])
-    is_torn = stage == HALF_WRITTEN
-    info = rig.bridge_info()
+    info = rig.wait_for(rig.bridge_info, lambda info: not info["paused"])
     assert info["weights_intact"] != is_torn
     assert info["state"] == ("awaiting_weights" if is_torn else "serving")
     if is_torn:
         refused = rig.launch(TRAINER, "--resume", "never")
         assert refused.wait(ENDS_WITHIN_S) == 1
         assert "TornWeights" in refused.log_tail()
-    rig.start(TRAINER)
-    require_the_run_goes_on(rig, seen)
-    assert rig.bridge_info()["weights_intact"]
-    assert before - STATE_INTERVAL < rig.journal()[batches]["step"] <= before + 2
 
 
 class Witness(NamedTuple):

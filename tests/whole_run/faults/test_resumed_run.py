@@ -21,7 +21,8 @@ from grpo_trainer.checkpoint.store import STATES
 from tests.integration.run_api_calls import REGISTRATION
 from tests.support.batches import next_batch
 from tests.whole_run.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER
-from tests.whole_run.rig import DEADLINE_S, Rig, whole_lines
+from tests.whole_run.journal import lines_of
+from tests.whole_run.rig import DEADLINE_S, Rig
 from tests.whole_run.stages import HALF_SAVED, HALF_WRITTEN, WAITING
 
 STEPS = 8
@@ -71,7 +72,7 @@ class Line:
             self.rig.release()
 
     def records(self) -> list[dict[str, Any]]:
-        return whole_lines(self.directory / "metrics.jsonl")
+        return lines_of(self.directory / "metrics.jsonl")
 
     def losses(self) -> list[tuple[int, float, float]]:
         return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in self.records()]

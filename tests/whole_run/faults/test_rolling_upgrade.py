@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import tarfile
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,20 +60,15 @@ class CommandsOfBoth(Commands):
         if "--server-name" in words:
             at = words.index("--server-name")
             del words[at : at + 2]
-        return [
-            "grpo_trainer" if word == "tests.whole_run.staged_trainer" else word for word in words
-        ]
+        ours = {"staged_trainer": "grpo_trainer", "journalled_environment": "grpo_env"}
+        return [ours.get(word.removeprefix("tests.whole_run."), word) for word in words]
 
 
 class RigOfBoth(Rig):
     """Args: tree: of the earlier commit, which all services have until `replace`"""
 
-    def __init__(self, directory: Path, sockets: Path, model: Path, mode: str, tree: Path) -> None:
-        super().__init__(directory, sockets, model, Shape(mode))
-        self._commands = CommandsOfBoth(
-            directory, sockets / "weights.sock", str(model), Shape(mode)
-        )
-        self.run_api_url = self._commands.url(RUN_API)
+    def __init__(self, commands: CommandsOfBoth, tree: Path) -> None:
+        super().__init__(commands)
         packages = [*tree.glob("services/*/src"), tree / "shared/src"]
         packages = packages if packages[0].exists() else [*tree.glob("services/*"), tree / "shared"]
         self._path_of_earlier = os.pathsep.join(map(str, packages))
@@ -94,12 +87,6 @@ class RigOfBoth(Rig):
         self.start(*names)
 
 
-@pytest.fixture
-def sockets() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="grpo-") as directory:
-        yield Path(directory)
-
-
 @pytest.mark.parametrize(
     ("mode", "order"),
     [
@@ -111,18 +98,14 @@ def test_services_are_replaced_while_the_run_trains(
     mode: str,
     order: list[tuple[str, ...]],
     earlier: Path,
-    sockets: Path,
     tiny_model: Path,
     tmp_path: Path,
 ) -> None:
-    rig = RigOfBoth(tmp_path, sockets, tiny_model, mode, earlier)
-    try:
+    with RigOfBoth(CommandsOfBoth(tmp_path, tiny_model, Shape(mode)), earlier) as rig:
         rig.start(REDIS, RUN_API, SERVER, TRAINER, ENVIRONMENT)
         rig.wait_for_steps(STATE_INTERVAL)
         for names in order:
             rig.replace(*names)
             rig.wait_for_steps(STATE_INTERVAL + 1)
         steps = [record["step"] for record in rig.records()]
-    finally:
-        rig.close()
     assert steps == list(range(1, len(steps) + 1))

@@ -38,10 +38,10 @@ def say(line: str) -> None:
 
 def inject(faults: list[Any], minutes: float | None, directory: Path) -> dict[str, dict[str, Any]]:
     """Inject one fault after the other; returns what to record of each."""
-    from tests.whole_run.matrix.declared import site
+    from tests.whole_run.matrix.declared import Site
 
     began, found = time.monotonic(), {}
-    with site(directory) as place:
+    with Site(directory) as place:
         for fault in faults:
             if minutes is not None and time.monotonic() > began + 60 * minutes:
                 break

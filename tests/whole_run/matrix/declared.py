@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from tests.whole_run.matrix.whole_run import WholeRun, whole_run
+from tests.whole_run.commands import SHARED
+from tests.whole_run.matrix.whole_run import Outcome, WholeRun
 
 LIMIT_S = 60.0
 """From the end of a fault that passes, or from its start if it stays, to recovery or a named error;
@@ -27,19 +29,6 @@ class Kind(StrEnum):
     VERSION = "The other side is another version"
     CREDENTIALS = "Certificates and tokens"
     GPU = "GPU"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Args:
-    happened: the consequence, for the table
-    error: the name of the error or the events in the log, with the process that logged them
-    seconds: until recovery or the end
-    """
-
-    happened: str
-    error: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -75,10 +64,13 @@ class Site:
     _places: int = 0
 
     def run(self, mode: str) -> WholeRun:
-        if self._run is not None and self._run.mode != mode:
+        if self._run is not None and self._run.kind != mode:
             self.end_run()
         if self._run is None:
-            self._run = self._stack.enter_context(whole_run(self.place(), mode))
+            self._run = self._stack.enter_context(WholeRun(self.place(), mode))
+            self._run.start_all()
+        self._run.note_logs()
+        self._run.has_full_log = False
         return self._run
 
     def end_run(self) -> None:
@@ -93,11 +85,25 @@ class Site:
         place.mkdir()
         return place
 
+    def __enter__(self) -> Site:
+        return self
 
-@contextmanager
-def site(directory: Path) -> Iterator[Site]:
-    opened = Site(directory)
-    try:
-        yield opened
-    finally:
-        opened.end_run()
+    def __exit__(self, *_: object) -> None:
+        self.end_run()
+
+
+During = Callable[[WholeRun], AbstractContextManager[object]]
+
+
+def passing(
+    kind: Kind, name: str, injected: str, seconds: float, during: During, mode: str = SHARED
+) -> Fault:
+    """A fault that ends after so long; then the run must go on."""
+
+    def inject(site: Site) -> Outcome:
+        run = site.run(mode)
+        with during(run):
+            time.sleep(seconds)
+        return run.goes_on()
+
+    return Fault(kind, name, injected, inject, mode=mode)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +23,10 @@ from tests.fixtures.run_api import start_run_api
 from tests.whole_run.commands import ENVIRONMENT, REDIS, RUN_API, SERVER, SHARED, TRAINER
 from tests.whole_run.matrix import host
 from tests.whole_run.matrix.certificates import Certificate, tls_context
-from tests.whole_run.matrix.declared import LIMIT_S, LOAD_S, Fault, Kind, Outcome, Site
+from tests.whole_run.matrix.declared import LIMIT_S, LOAD_S, Fault, Kind, Site
 from tests.whole_run.matrix.relay import Damage, relay
-from tests.whole_run.matrix.whole_run import ERROR, WAITED_S
+from tests.whole_run.matrix.whole_run import ERROR, WAITED_S, Outcome
 
-WHEN_WRONG = {"RUN_API_TOKEN": "wrong"}
 NAMES = {
     "grpo_env": ENVIRONMENT,
     "grpo_trainer": TRAINER,
@@ -40,42 +38,47 @@ _PASSWORD = "invalid username-password pair"
 SOON = ("--run-api-deadline-s", "5", "--start-deadline-s", "5")
 
 
-def answers(port: int) -> bool:
-    with suppress(OSError):
-        socket.create_connection(("127.0.0.1", port)).close()
-        return True
-    return False
-
-
 def local(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def environment(run_api: str, inference: str) -> list[str]:
-    urls = ("--run-api-url", run_api, "--inference-url", inference)
-    model = ("--model", str(ensure_tiny_model()))
-    return ["grpo_env", "arithmetic", "serve", *urls, *model, "--group-size", "4", *SOON]
+class Beside:
+    """Where a command runs beside a whole run. `place`: a new directory."""
 
+    def __init__(self, site: Site) -> None:
+        self.run, self.place = site.run(SHARED), site.place()
+        self.api, self.server = (local(self.run.port(name)) for name in (RUN_API, SERVER))
+        self.redis_url = f"redis://127.0.0.1:{self.run.port(REDIS)}/0"
 
-def trainer(run_api: str, inference: str, save: Path, model: Path | None = None) -> list[str]:
-    urls = ("--run-api-url", run_api, "--inference-url", inference)
-    of = ("--model", str(model or ensure_tiny_model()), "--save-path", str(save))
-    return ["grpo_trainer", *urls, *of, "--mode", SHARED, "--service-deadline-s", "5"]
+    def ends(
+        self,
+        who: str,
+        says: str,
+        *,
+        api: str = "",
+        server: str = "",
+        model: Path | None = None,
+        variables: dict[str, str] | None = None,
+    ) -> Outcome:
+        """An environment or a trainer of these services, until it ends. See `ends`."""
+        urls = ("--run-api-url", api or self.api, "--inference-url", server or self.server)
+        of = ("--model", str(model or ensure_tiny_model()))
+        if who == ENVIRONMENT:
+            words = ["grpo_env", "arithmetic", "serve", *urls, *of, "--group-size", "4", *SOON]
+            return ends(words, self.place, says, variables)
+        save = ("--save-path", str(self.place / "save"), "--mode", SHARED)
+        with self.run.without_trainer():
+            words = ["grpo_trainer", *urls, *of, *save, "--service-deadline-s", "5"]
+            return ends(words, self.place, says, variables)
 
 
 def ends(
     words: list[str], place: Path, says: str, variables: dict[str, str] | None = None
 ) -> Outcome:
     """Run a command until it ends. It must name its error, and say these words (a pattern)."""
-    return ends_with([sys.executable, "-m", *words], words[0], place, says, variables)
-
-
-def ends_with(
-    command: list[str], name: str, place: Path, says: str, variables: dict[str, str] | None = None
-) -> Outcome:
     settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(variables or {})}
-    began = time.monotonic()
-    process = ManagedProcess(name, command, place / "log", settings)
+    began, name = time.monotonic(), words[0]
+    process = ManagedProcess(name, [sys.executable, "-m", *words], place / "log", settings)
     with suppress(ProcessFailed):
         process.wait(WAITED_S)
     code, seconds = process.exit_code, time.monotonic() - began
@@ -85,8 +88,7 @@ def ends_with(
     assert re.search(says, log), f"{name} does not say {says!r}:\n{log[-4000:]}"
     named = ERROR.findall(log.rpartition("Traceback")[2])
     assert named, f"{name} ended without a named error:\n{log[-4000:]}"
-    error = named[-1]
-    return Outcome(f"{NAMES[name]} ends", f"`{error}`", seconds)
+    return Outcome(f"{NAMES[name]} ends", f"`{named[-1]}`", seconds)
 
 
 def says_so(words: list[str], place: Path, says: str, variables: dict[str, str]) -> Outcome:
@@ -104,74 +106,61 @@ def says_so(words: list[str], place: Path, says: str, variables: dict[str, str])
 
 
 def wrong_token(site: Site, who: str) -> Outcome:
-    run, place = site.run(SHARED), site.place()
-    redis_url = f"redis://127.0.0.1:{run.rig.port(REDIS)}/0"
-    api = start_run_api(redis_url, place, environment={"RUN_API_TOKEN": "right"})
+    beside, right = Beside(site), {"RUN_API_TOKEN": "right"}
+    api = start_run_api(beside.redis_url, beside.place, environment=right)
     try:
-        server = local(run.rig.port(SERVER))
-        if who == "environment":
-            return ends(environment(api.url, server), place, "401", WHEN_WRONG)
-        with run.without_trainer():
-            return ends(trainer(api.url, server, place / "save"), place, "401", WHEN_WRONG)
+        return beside.ends(who, "401", api=api.url, variables={"RUN_API_TOKEN": "wrong"})
     finally:
         api.process.kill()
 
 
 def wrong_certificate(site: Site, certificate: Certificate, says: str) -> Outcome:
-    run, place = site.run(SHARED), site.place()
-    tls, trusted = tls_context(certificate, place)
-    with relay(run.rig.port(RUN_API), Damage(), tls) as port:
-        words = environment(f"https://127.0.0.1:{port}", local(run.rig.port(SERVER)))
-        return ends(words, place, says, {"SSL_CERT_FILE": str(trusted)})
+    beside = Beside(site)
+    tls, trusted = tls_context(certificate, beside.place)
+    with relay(beside.run.port(RUN_API), Damage(), tls) as port:
+        trusts = {"SSL_CERT_FILE": str(trusted)}
+        return beside.ends(ENVIRONMENT, says, api=f"https://127.0.0.1:{port}", variables=trusts)
 
 
 def plain_for_tls(site: Site) -> Outcome:
-    run, place = site.run(SHARED), site.place()
-    url = f"https://127.0.0.1:{run.rig.port(RUN_API)}"
-    return ends(environment(url, local(run.rig.port(SERVER))), place, "(?i)ssl|tls")
+    beside = Beside(site)
+    return beside.ends(ENVIRONMENT, "(?i)ssl|tls", api=beside.api.replace("http", "https"))
 
 
 def wrong_password(site: Site, who: str) -> Outcome:
-    place = site.place()
-    port = free_port()
+    place, port = site.place(), free_port()
     command = redis_command(port, place, bundled_redis(), password="right")
     redis = ManagedProcess("redis", command, place / "redis.log")
     try:
         redis.wait_until(lambda: answers_ping(port, "right"), WAITED_S)
         url = {"REDIS_URL": f"redis://:wrong@127.0.0.1:{port}/0"}
-        if who == "run-api":
+        if who == RUN_API:
             return says_so(["grpo_api", "--port", str(free_port())], place, _PASSWORD, url)
-        model = ("--model", str(ensure_tiny_model()))
-        words = ["grpo_vllm", *model, "--port", str(free_port()), "--run-id", "wrong"]
-        return ends(words, place, _PASSWORD, url)
+        return ends([*server(ensure_tiny_model()), "--run-id", "wrong"], place, _PASSWORD, url)
     finally:
         redis.kill()
 
 
-def another_server(site: Site, who: str) -> Outcome:
+def server(model: Path) -> list[str]:
+    return ["grpo_vllm", "--model", str(model), "--port", str(free_port())]
+
+
+def another_server(site: Site, who: str, option: str) -> Outcome:
     """A plain file server of Python answers at the URL."""
-    run, place = site.run(SHARED), site.place()
+    beside = Beside(site)
     port = free_port()
-    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
-    other = ManagedProcess("other", command, place / "other.log")
+    command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+    other = ManagedProcess("other", command, beside.place / "other.log")
     try:
-        other.wait_until(lambda: answers(port), WAITED_S)
-        server, api = local(run.rig.port(SERVER)), local(run.rig.port(RUN_API))
-        if who == "trainer":
-            with run.without_trainer():
-                return ends(trainer(local(port), server, place / "save"), place, str(port))
-        urls = (local(port), server) if who == "run-api" else (api, local(port))
-        return ends(environment(*urls), place, str(port))
+        other.wait_until(lambda: "Serving" in other.log_text(), WAITED_S)
+        return beside.ends(who, str(port), **{option: local(port)})
     finally:
         other.kill()
 
 
-def no_such_name(site: Site, who: str) -> Outcome:
-    run, place = site.run(SHARED), site.place()
-    server, api = local(run.rig.port(SERVER)), local(run.rig.port(RUN_API))
-    nowhere = "http://nowhere.invalid:8000"
-    words = environment(nowhere, server) if who == "run-api" else environment(api, nowhere)
-    return ends(words, place, "nowhere.invalid")
+def no_such_name(site: Site, option: str) -> Outcome:
+    nowhere = {option: "http://nowhere.invalid:8000"}
+    return Beside(site).ends(ENVIRONMENT, "nowhere.invalid", **nowhere)
 
 
 def damaged_append_only_file(site: Site) -> Outcome:
@@ -188,36 +177,29 @@ def damaged_append_only_file(site: Site) -> Outcome:
 
 
 def truncated_model(site: Site, who: str) -> Outcome:
-    run, place = site.run(SHARED), site.place()
-    model = place / "model"
+    beside = Beside(site)
+    model = beside.place / "model"
     shutil.copytree(ensure_tiny_model(), model)
     os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size // 2)
-    if who == "trainer":
-        api, server = local(run.rig.port(RUN_API)), local(run.rig.port(SERVER))
-        with run.without_trainer():
-            return ends(trainer(api, server, place / "save", model), place, "model.safetensors")
-    words = ["grpo_vllm", "--model", str(model), "--port", str(free_port()), "--redis-url", "none"]
-    return ends(words, place, "model.safetensors")
+    if who == TRAINER:
+        return beside.ends(TRAINER, "model.safetensors", model=model)
+    return ends([*server(model), "--redis-url", "none"], beside.place, "model.safetensors")
 
 
 def little_memory(site: Site) -> Outcome:
     """vLLM measures the memory that is free. Its tracebacks come before ours."""
-    words = ["grpo_vllm", "--model", str(ensure_tiny_model()), "--port", str(free_port())]
-    return ends(
-        [*words, "--redis-url", "none", "--gpu-memory-utilization", "0.999"],
-        site.place(),
-        "Available memory .* is less than desired",
-    )
+    flags = ("--redis-url", "none", "--gpu-memory-utilization", "0.999")
+    says = "Available memory .* is less than desired"
+    return ends([*server(ensure_tiny_model()), *flags], site.place(), says)
 
 
 def full_log(site: Site) -> Outcome:
     """run-api answers although it cannot write its log."""
-    run, place = site.run(SHARED), site.place()
-    disk = place / "logs"
+    beside = Beside(site)
+    disk = beside.place / "logs"
     with ExitStack() as stack:
         stack.enter_context(host.small_disk(disk, "1m"))
-        redis_url = f"redis://127.0.0.1:{run.rig.port(REDIS)}/0"
-        api = start_run_api(redis_url, disk, run_id="full-log")
+        api = start_run_api(beside.redis_url, disk, run_id="full-log")
         stack.callback(api.process.kill)
         stack.enter_context(host.filled(disk))
         began = time.monotonic()
@@ -238,7 +220,7 @@ def faults() -> Iterator[Fault]:
 
 def _rows() -> Iterator[tuple[Kind, str, str, Inject]]:
     token = "run-api with another RUN_API_TOKEN"
-    for who in ("environment", "trainer"):
+    for who in (ENVIRONMENT, TRAINER):
         inject = partial(wrong_token, who=who)
         yield Kind.CREDENTIALS, f"{who}: wrong access token", token, inject
     for certificate, says in (
@@ -250,21 +232,25 @@ def _rows() -> Iterator[tuple[Kind, str, str, Inject]]:
         injected = "a TLS relay before run-api, with this certificate"
         yield Kind.CREDENTIALS, f"certificate is {certificate.what}", injected, inject
     yield Kind.CREDENTIALS, "https:// for a server without TLS", "run-api itself", plain_for_tls
-    for who in ("run-api", "vllm-server"):
+    for who in (RUN_API, SERVER):
         inject = partial(wrong_password, who=who)
         yield Kind.CREDENTIALS, f"{who}: wrong password of Redis", "Redis with another", inject
-    for who, title in (
-        ("run-api", "environment: another server at --run-api-url"),
-        ("trainer", "trainer: another server at --run-api-url"),
-        ("vllm-server", "environment: another server at --inference-url"),
+    for who, option, name in (
+        (ENVIRONMENT, "api", "--run-api-url"),
+        (TRAINER, "api", "--run-api-url"),
+        (ENVIRONMENT, "server", "--inference-url"),
     ):
-        yield Kind.VERSION, title, "`python -m http.server`", partial(another_server, who=who)
-    for who in ("run-api", "vllm-server"):
+        title, inject = (
+            f"{who}: another server at {name}",
+            partial(another_server, who=who, option=option),
+        )
+        yield Kind.VERSION, title, "`python -m http.server`", inject
+    for who, option in ((RUN_API, "api"), (SERVER, "server")):
         title = f"environment: the name of {who} never resolves"
-        yield Kind.NETWORK, title, "a name in .invalid", partial(no_such_name, who=who)
+        yield Kind.NETWORK, title, "a name in .invalid", partial(no_such_name, option=option)
     file = "bytes written over Redis' append-only file"
     yield Kind.DISK, "append-only file is damaged", file, damaged_append_only_file
-    for who in ("trainer", "vllm-server"):
+    for who in (TRAINER, SERVER):
         inject = partial(truncated_model, who=who)
         yield Kind.DISK, f"{who}: half of the model's file is missing", "truncate(2)", inject
     share = "--gpu-memory-utilization 0.999"

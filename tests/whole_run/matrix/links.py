@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 from tests.support.wait import wait_for
@@ -18,10 +19,10 @@ from tests.whole_run.commands import (
     SHARED,
     TRAINER,
 )
-from tests.whole_run.matrix.declared import LIMIT_S, Fault, Kind, Outcome, Site
+from tests.whole_run.matrix.declared import LIMIT_S, Fault, Kind, Site, passing
 from tests.whole_run.matrix.network import DROP, RESET, Link
 from tests.whole_run.matrix.relay import Damage
-from tests.whole_run.matrix.whole_run import LINKS, WAITED_S
+from tests.whole_run.matrix.whole_run import LINKS, WAITED_S, Outcome, WholeRun
 
 LOSS = ("-m", "statistic", "--mode", "random", "--probability", "0.2")
 OF_FILES = ((TRAINER, REDIS), (SERVER, REDIS))
@@ -32,49 +33,40 @@ def _garbage(data: bytes) -> bytes:
     return os.urandom(len(data))
 
 
-PASSING: dict[str, tuple[Kind, str, float, Callable[[Link], AbstractContextManager[object]]]] = {
+PASSING: dict[str, tuple[str, float, Callable[[Link], AbstractContextManager[object]]]] = {
     "partition": (
-        Kind.NETWORK,
         "`iptables` drops all packets for 20 s",
         20.0,
         lambda link: link.all_packets(*DROP),
     ),
     "reset": (
-        Kind.NETWORK,
         "`iptables` resets all open connections",
         1.0,
         lambda link: link.open_ones(*RESET),
     ),
     "loss": (
-        Kind.NETWORK,
         "`iptables` drops every fifth packet for 10 s",
         10.0,
         lambda link: link.all_packets(*LOSS, *DROP),
     ),
     "delay": (
-        Kind.NETWORK,
         "a relay delays each way by 200 ms for 10 s",
         10.0,
         lambda link: link.through(Damage(delay_s=0.2)),
     ),
     "slow reader": (
-        Kind.NETWORK,
         "a relay reads 20 kB/s for 10 s",
         10.0,
         lambda link: link.through(Damage(bytes_per_s=20_000)),
     ),
-    "garbled answers": (
-        Kind.BYTES,
-        "a relay replaces all bytes of answers by random ones for 5 s",
-        5.0,
-        lambda link: link.through(Damage(answer=_garbage)),
-    ),
-    "garbled requests": (
-        Kind.BYTES,
-        "a relay replaces all bytes of requests by random ones for 5 s",
-        5.0,
-        lambda link: link.through(Damage(request=_garbage)),
-    ),
+    **{
+        f"garbled {what}s": (
+            f"a relay replaces all bytes of {what}s by random ones for 5 s",
+            5.0,
+            lambda link, what=what: link.through(Damage(**{what: _garbage})),
+        )
+        for what in ("answer", "request")
+    },
 }
 HALF_OPEN = "`iptables` drops all packets of the connections that are open, for ever; new ones work"
 
@@ -97,40 +89,36 @@ def faults() -> Iterator[Fault]:
             where = f"{' to '.join(link)}{'' if mode == SHARED else f', `{mode}`'}"
             inject = partial(half_open, mode=mode, link=link)
             yield Fault(Kind.NETWORK, f"{where}: half-open", HALF_OPEN, inject, mode=mode)
-            for name, (kind, injected, seconds, _) in PASSING.items():
-                inject = partial(passing, mode=mode, link=link, name=name, seconds=seconds)
-                yield Fault(kind, f"{where}: {name}", injected, inject, mode=mode)
+            for name, (injected, seconds, damaged) in PASSING.items():
+                kind = Kind.BYTES if name.startswith("garbled") else Kind.NETWORK
+                during = partial(_on_link, link=link, damaged=damaged)
+                yield passing(kind, f"{where}: {name}", injected, seconds, during, mode)
+
+
+def _on_link(
+    run: WholeRun,
+    link: tuple[str, str],
+    damaged: Callable[[Link], AbstractContextManager[object]],
+) -> AbstractContextManager[object]:
+    return damaged(run.links[link])
 
 
 def staying(site: Site, link: tuple[str, str], deadline_s: float) -> Outcome:
     """The client ends; started again, it goes on."""
-    run = site.run(SHARED)
-    run.note_logs()
-    began = time.monotonic()
+    run, began = site.run(SHARED), time.monotonic()
     with run.links[link].all_packets(*DROP):
-        run.rig.process(link[0]).wait(deadline_s + WAITED_S)
+        run.process(link[0]).wait(deadline_s + WAITED_S)
         seconds = time.monotonic() - began
-    happened, error, _ = run.goes_on()
-    return Outcome(happened, error, seconds)
+    return replace(run.goes_on(), seconds=seconds)
 
 
 def half_open(site: Site, mode: str, link: tuple[str, str]) -> Outcome:
     run = site.run(mode)
-    run.note_logs()
-    wire = run.links[link]
-    began = time.monotonic()
+    wire, began = run.links[link], time.monotonic()
     dead = set(wire.connections())
     with wire.open_ones(*DROP) as number:
         wait_for(lambda: dead & set(wire.connections()), lambda left: not left, WAITED_S)
         seconds = time.monotonic() - began
-        happened, error, _ = run.goes_on()
-    return Outcome(f"closed connections: {number}; {happened}", error, seconds)
-
-
-def passing(site: Site, mode: str, link: tuple[str, str], name: str, seconds: float) -> Outcome:
-    run = site.run(mode)
-    run.note_logs()
-    with PASSING[name][3](run.links[link]):
-        time.sleep(seconds)
-    happened, error, took = run.goes_on()
-    return Outcome(happened, error, took)
+        outcome = run.goes_on()
+    happened = f"closed connections: {number}; {outcome.happened}"
+    return replace(outcome, happened=happened, seconds=seconds)

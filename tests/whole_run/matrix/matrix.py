@@ -13,16 +13,26 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.report import replace_section
-from tests.whole_run.matrix import elsewhere, endings, links, processes
+from tests.whole_run.matrix import endings, links, processes
 from tests.whole_run.matrix.declared import Fault, Kind
+from tests.whole_run.matrix.whole_run import GOES_ON
+from tests.whole_run.table import KILLS
 
 RESULTS = Path(__file__).with_name("results.json")
-FAULTS: tuple[Fault, ...] = (
-    *links.faults(),
-    *processes.faults(),
-    *endings.faults(),
-    *elsewhere.faults(),
-)
+ELSEWHERE = Path(__file__).with_name("elsewhere.tsv")
+"""Faults that other tests inject, and those that need hardware which nobody ran."""
+
+
+def _elsewhere() -> Iterator[Fault]:
+    for kill in KILLS:
+        yield Fault(Kind.PROCESS, str(kill), "SIGKILL", tests=(kill.test,), happens=GOES_ON)
+    for line in ELSEWHERE.read_text().splitlines()[1:]:
+        kind, name, injected, happens, error, test = line.split("\t")
+        tests = (test,) if test else ()
+        yield Fault(Kind[kind], name, injected, tests=tests, happens=happens, error=error)
+
+
+FAULTS = (*links.faults(), *processes.faults(), *endings.faults(), *_elsewhere())
 HEAD = (
     "| Fault | Injected | What happens | Logged | Seconds | Test |",
     "|---|---|---|---|---|---|",
@@ -67,7 +77,7 @@ def _is_of(case: str, tests: list[str]) -> bool:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text())
     return found
 
 
@@ -75,7 +85,8 @@ def record(found: dict[str, dict[str, Any]]) -> None:
     """Merge new results into those that are recorded; a fault that is declared no more goes."""
     merged = recorded() | found
     known = {fault.name: merged[fault.name] for fault in FAULTS if fault.name in merged}
-    RESULTS.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    lines = [json.dumps({n: result}, ensure_ascii=False)[1:-1] for n, result in known.items()]
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def sections() -> Iterator[tuple[str, list[str]]]:

@@ -20,7 +20,7 @@ from grpo_core.clients.service import TransientAnswer, check_answer
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
-from tests.whole_run.soak.journal import Journal, Noted, Outcome
+from tests.whole_run.journal import Journal, Outcome
 
 _MAX_TOKEN = 150_000
 _SHORT_TOKENS = 6
@@ -81,6 +81,8 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
+READY = "ready"
+"""What environments and trainer print once they exit cleanly on SIGTERM."""
 REPEATED = "repeat answered like the first call"
 OTHER_BODY_REFUSED = "other body under a used key refused"
 
@@ -188,7 +190,7 @@ class Sender:
         if self.dice.random() < 0.3:
             if (again := await self.lists.send(groups, key)) != answer:
                 raise PromiseBroken(f"answered {answer}, then {again} under the same key")
-            self.journal.write(Noted(what=REPEATED))
+            self.journal.note(noted=REPEATED)
         if self.dice.random() < 0.1:
             await self._send_other_body(key)
 
@@ -201,7 +203,7 @@ class Sender:
             if error.status != _UNPROCESSABLE:
                 raise
             self.journal.settled(call, Outcome.REFUSED)
-            self.journal.write(Noted(what=OTHER_BODY_REFUSED))
+            self.journal.note(noted=OTHER_BODY_REFUSED)
         else:
             raise PromiseBroken("another body under a used key was taken")
 

@@ -7,139 +7,183 @@ Options are environment variables: `SOAK_SECONDS`, `SOAK_SEED`, `SOAK_APPENDFSYN
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import sys
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from grpo_core.clients.run_api import EnvironmentClient
-from tests.whole_run.soak.cluster import BATCH_SIZE, Cluster, Settings
-from tests.whole_run.soak.hits import BATCHES_BETWEEN, ENVIRONMENTS, MAX_DOWN_S, TRAINER, plan_round
-from tests.whole_run.soak.journal import FILLER, Delivered, Journal, Outcome, Records, journal_path
-from tests.whole_run.soak.sending import GroupMaker, digest
-from tests.whole_run.soak.verdict import Evidence, LeftOver, Report, count, missing, problems
+from tests.whole_run.commands import REDIS, TRAINER
+from tests.whole_run.journal import Entry, Journal, Outcome
+from tests.whole_run.soak.cluster import APIS, BATCH_SIZE, ENVIRONMENTS, SoakCommands, SoakRig
+from tests.whole_run.soak.sending import OTHER_BODY_REFUSED, REPEATED, GroupMaker, digest
+from tests.whole_run.stages import SAVED, TRAINING
+from tests.whole_run.verdict import Evidence, judge
 
 REPORT = "soak.json"
-_FILLER_SENDER = 99
+FILLER, _FILLER_SENDER = "filler", 99
+"""Sends the groups that fill the last batch."""
 SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
 _AROUND_IT_S = 3600.0
 """Time for start, last round, drain and verdict, each of which has a shorter deadline."""
+BATCHES_BETWEEN = (0, 0, 1, 5, 20)
+"""Batches trained between two hits. With 0 the next hit comes during the recovery."""
+MAX_DOWN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """It ends all `victims` at once, or one of them if `one_of_them`, with SIGKILL or SIGTERM.
+
+    stage: of the trainer, at which they are killed; rewrites: Redis then rewrites its file
+    """
+
+    kind: str
+    victims: tuple[str, ...]
+    stage: str = ""
+    one_of_them: bool = False
+    rewrites: bool = False
+
+
+HITS = (
+    Hit("SIGKILL run-api", APIS, one_of_them=True),
+    Hit("SIGKILL both run-api", APIS),
+    Hit("SIGTERM run-api", APIS, one_of_them=True),
+    Hit("SIGKILL Redis", (REDIS,)),
+    Hit("SIGKILL Redis, rewriting its file", (REDIS,), rewrites=True),
+    Hit("SIGTERM Redis", (REDIS,)),
+    Hit("SIGKILL Redis and run-api", (REDIS, APIS[0])),
+    Hit("SIGKILL trainer, batch not saved", (TRAINER,), TRAINING),
+    Hit("SIGKILL trainer, batch not acknowledged", (TRAINER,), SAVED),
+    Hit("SIGTERM trainer", (TRAINER,)),
+    Hit("SIGKILL environment", ENVIRONMENTS, one_of_them=True),
+)
+"""One round consists of each of these hits once, in random order."""
 
 
 @pytest.mark.timeout(SECONDS + _AROUND_IT_S)
 def test_every_acknowledged_group_is_trained_exactly_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = Settings(
+    commands = SoakCommands(
         directory=Path(os.environ.get("SOAK_DIRECTORY") or tmp_path),
         seconds=SECONDS,
         seed=int(os.environ.get("SOAK_SEED", "0")),
         appendfsync=os.environ.get("SOAK_APPENDFSYNC", "always"),
     )
-    report = run_soak(settings)
+    with SoakRig(commands) as rig:
+        rig.start(REDIS, *APIS, TRAINER, *ENVIRONMENTS)
+        began = time.monotonic()
+        hits = _hit(rig, commands)
+        report: dict[str, Any] = {
+            **{"seed": commands.seed, "appendfsync": commands.appendfsync},
+            **{"seconds": round(time.monotonic() - began), "hits": hits},
+        }
+        problems = _drain(rig, commands)
+        left = {what: number for what, number in rig.counts().items() if number}
+        problems += [f"{what} is {number:g} at the end" for what, number in left.items()]
+        counts = count(rig.evidence(), rig.journals.entries())
+    problems += [f"never happened: {name}" for name in missing(counts, hits)]
+    report |= {"counts": counts, "problems": problems}
+    (commands.directory / REPORT).write_text(json.dumps(report, indent=2))
     with capsys.disabled():
-        sys.stdout.write(f"\n{report}\n")  # even if the soak failed
-    assert not report.problems
+        sys.stdout.write(f"\n{json.dumps(report, indent=2)}\n")  # even if the soak failed
+    assert not problems
 
 
-def run_soak(settings: Settings) -> Report:
-    """Hit the processes, drain the queue and check the result. All processes end. The report and
-    the journals are in the directory."""
-    records = Records(settings.directory)
-    left_over, left_behind, incidents = None, {}, []
-    began = hit_until = time.monotonic()
-    with Cluster(settings, records) as cluster:
-        try:
-            cluster.start()
-            began = time.monotonic()
-            _hit(cluster, settings, records)
-            hit_until = time.monotonic()
-            left_over = _drain(cluster, settings, records)
-            left_behind = cluster.counts()
-        except AssertionError as error:
-            incidents.append(str(error))
-    evidence = replace(_evidence(records), left_over=left_over, left_behind=left_behind)
-    counts = count(evidence, records)
-    report = Report(
-        seed=settings.seed,
-        appendfsync=settings.appendfsync,
-        seconds=hit_until - began,
-        problems=[*incidents, *problems(evidence, counts, cluster.hits)],
-        counts=counts,
-        hits=cluster.hits,
-    )
-    (settings.directory / REPORT).write_text(report.model_dump_json(indent=2))
-    return report
+def _hit(rig: SoakRig, commands: SoakCommands) -> dict[str, int]:
+    """Run whole rounds for at least the planned time, then until no required event is missing.
+    Returns the number of hits of each kind."""
+    dice, began, hits = random.Random(commands.seed), time.monotonic(), Counter[str]()
+    while not hits or time.monotonic() - began < commands.seconds:
+        for hit in dice.sample(HITS, len(HITS)):
+            enough = len(rig.taken()) + dice.choice(BATCHES_BETWEEN)
+            rig.wait_for(lambda enough=enough: len(rig.taken()) >= enough)
+            victims = (dice.choice(hit.victims),) if hit.one_of_them else hit.victims
+            _end(rig, hit, victims)
+            time.sleep(dice.uniform(0.0, MAX_DOWN_S))
+            for name in victims:
+                rig.launch(name)
+            hits[hit.kind] += 1
+    rig.wait_for(lambda: not missing(count(rig.evidence(), rig.journals.entries()), hits))
+    return dict(hits)
 
 
-def _hit(cluster: Cluster, settings: Settings, records: Records) -> None:
-    """Run whole rounds for at least the planned time, then until no required event is missing."""
-    dice = random.Random(settings.seed)
-    began = time.monotonic()
-    while not cluster.hits or time.monotonic() - began < settings.seconds:
-        for hit in plan_round(dice):
-            _await_batches(cluster, records, dice.choice(BATCHES_BETWEEN))
-            cluster.hit(hit, down_s=dice.uniform(0.0, MAX_DOWN_S))
-    cluster.wait_until(cluster.all_up)
-    cluster.wait_until(lambda: not missing(count(_evidence(records), records), cluster.hits))
+def _end(rig: SoakRig, hit: Hit, victims: tuple[str, ...]) -> None:
+    """Once they are ready: only then they exit cleanly on SIGTERM."""
+    for name in victims:
+        rig.wait_until_ready(name)
+    with rig.held_at(hit.stage) if hit.stage else nullcontext():
+        if hit.rewrites:
+            with redis.Redis(port=rig.port(REDIS)) as client, suppress(redis.ResponseError):
+                client.bgrewriteaof()  # Redis rejects this during a rewrite
+        (rig.end if hit.kind.startswith("SIGTERM") else rig.kill)(*victims)
 
 
-def _await_batches(cluster: Cluster, records: Records, batches: int) -> None:
-    """Wait until the trainer has received this many more batches."""
-    enough = records.batches_received() + batches
-    cluster.wait_until(lambda: records.batches_received() >= enough)
+def _drain(rig: SoakRig, commands: SoakCommands) -> list[str]:
+    """Stop the environments, look at the queue, fill its last batch, train it, stop the trainer.
+    Returns what is wrong."""
+    for name in (*APIS, TRAINER, *ENVIRONMENTS):
+        rig.wait_until_ready(name)
+    rig.end(*ENVIRONMENTS)
+    before = rig.wait_for(lambda: _at_rest(rig))
+    asyncio.run(_fill_up(rig, commands))
+    rig.wait_for(lambda: (rest := _at_rest(rig)) and rest.queued == 0)
+    rig.end(TRAINER)
+    return [*judge(before), *judge(rig.evidence(queued=0))]
 
 
-def _drain(cluster: Cluster, settings: Settings, records: Records) -> LeftOver:
-    """Stop the environments, read the queue, fill its last batch, stop the trainer."""
-    cluster.wait_until(cluster.all_up)
-    cluster.end(ENVIRONMENTS)
-    left_over = cluster.wait_until(lambda: _look_at_queue(cluster, records))
-    assert left_over is not None
-    asyncio.run(_fill_up(cluster, settings))
-    cluster.wait_until(lambda: _is_empty(cluster, records))
-    cluster.end([TRAINER])
-    return left_over
+def _at_rest(rig: SoakRig) -> Evidence | None:
+    """With the queue; None unless every batch is acknowledged, before and after."""
+    before = rig.status()
+    evidence = rig.evidence(before["queue_size"])
+    is_still = before["current_step"] == max(evidence.line(), default=0) and rig.status() == before
+    return evidence if is_still else None
 
 
-def _look_at_queue(cluster: Cluster, records: Records) -> LeftOver | None:
-    """The state of the queue; None unless checkpoints include every batch, before and after."""
-    before = cluster.status()
-    evidence = _evidence(records)
-    if before.current_step == len(evidence.line) and cluster.status() == before:
-        return evidence.look_at_queue(before.queue_size)
-    return None
-
-
-async def _fill_up(cluster: Cluster, settings: Settings) -> None:
+async def _fill_up(rig: SoakRig, commands: SoakCommands) -> None:
     """Send groups of one sequence without env_id until the queue holds only whole batches."""
-    with Journal(journal_path(settings.directory, FILLER)) as journal:
-        maker = GroupMaker(_FILLER_SENDER, journal.life, settings.seed)
-        async with EnvironmentClient(cluster.url, settings.call_deadline_s) as client:
-            for _ in range(-int(cluster.counts()["queued_sequences"]) % BATCH_SIZE):
-                group = maker.make(1, env_id=None)
-                call = journal.sent({digest(group): group.size})
-                await client.submit(group, run_uuid="")
-                journal.settled(call, Outcome.ACKNOWLEDGED)
+    journal = Journal(rig.directory / "journal", FILLER)
+    maker = GroupMaker(_FILLER_SENDER, journal.life, commands.seed)
+    async with EnvironmentClient(rig.run_api_url, commands.call_deadline_s) as client:
+        for _ in range(-int(rig.counts()["queued_sequences"]) % BATCH_SIZE):
+            group = maker.make(1, env_id=None)
+            call = journal.sent({digest(group): group.size})
+            await client.submit(group, run_uuid="")
+            journal.settled(call, Outcome.ACKNOWLEDGED)
 
 
-def _is_empty(cluster: Cluster, records: Records) -> bool:
-    """Whether the queue is empty and checkpoints include every batch."""
-    records.read_on()
-    status = cluster.status()
-    return status.queue_size == 0 and status.current_step == len(records.line())
+_REDELIVERED, _UNANSWERED = "batches delivered again", "groups unanswered"
+_UNANSWERED_TRAINED = "groups unanswered and trained"
 
 
-def _evidence(records: Records) -> Evidence:
-    """All that the journals hold by now."""
-    records.read_on()
-    return Evidence(
-        batch_size=BATCH_SIZE,
-        submissions=records.submissions(),
-        line=records.line(),
-        deliveries=list(records.of_kind(Delivered)),
-    )
+def count(evidence: Evidence, entries: list[Entry]) -> dict[str, int]:
+    trained, unanswered = evidence.trained(), evidence.digests(Outcome.UNANSWERED)
+    return {
+        "groups submitted": len(evidence.submissions),
+        "groups acknowledged": len(evidence.digests(Outcome.ACKNOWLEDGED)),
+        _UNANSWERED: len(unanswered),
+        _UNANSWERED_TRAINED: len(unanswered & set(trained)),
+        "groups refused on purpose": len(evidence.digests(Outcome.REFUSED)),
+        "groups trained": len(trained),
+        "batches trained": len(evidence.line()),
+        _REDELIVERED: len(evidence.taken) - len({entry["batch"] for entry in evidence.taken}),
+        **Counter(entry["noted"] for entry in entries if "noted" in entry),
+    }
+
+
+def missing(counts: Mapping[str, int], hits: Mapping[str, int]) -> list[str]:
+    """Events that have not happened yet and that a soak must include."""
+    wanted = (_REDELIVERED, _UNANSWERED, _UNANSWERED_TRAINED, REPEATED, OTHER_BODY_REFUSED)
+    happened = {**counts, **hits}
+    return [name for name in (*wanted, *(hit.kind for hit in HITS)) if not happened.get(name)]

@@ -1,4 +1,4 @@
-"""The verdict on invented records: a kept promise, and every way to break it."""
+"""The verdict on invented journals: a kept promise, and every way to break it."""
 
 from __future__ import annotations
 
@@ -7,35 +7,38 @@ from typing import Any
 
 import pytest
 
-from tests.whole_run.soak.hits import HITS
-from tests.whole_run.soak.journal import Delivered, Outcome, Submission, TrainedBatch
-from tests.whole_run.soak.verdict import Evidence, LeftOver, judge, missing
+from tests.whole_run.journal import Entry, Outcome, Submission
+from tests.whole_run.soak.test_soak import HITS, missing
+from tests.whole_run.verdict import Evidence, judge
 
 
 def submission(digest: str, outcome: Outcome = Outcome.ACKNOWLEDGED) -> Submission:
     return Submission(digest, sequences=2, outcome=outcome)
 
 
-def line(*batches: str) -> list[TrainedBatch]:
-    return [TrainedBatch(id=step, digests=list(b)) for step, b in enumerate(batches, start=1)]
+def taken(*batches: str, **changes: Any) -> list[Entry]:
+    return [
+        {"step": n, "batch": n, "epoch": 1, "groups": list(b), "versions": [[1, 0]]} | changes
+        for n, b in enumerate(batches, start=1)
+    ]
 
 
+def record(step: int, probe_max: float = 1e-6) -> Entry:
+    return {"step": step, "alignment/probe_max": probe_max}
+
+
+FIRST, SECOND, THIRD = taken("ab", "ce", "dg")
 KEPT = Evidence(
-    batch_size=4,
+    sequences=4,
     submissions=[
         *map(submission, "abcdg"),
         submission("e", Outcome.UNANSWERED),
         submission("f", Outcome.UNANSWERED),
         submission("h", Outcome.REFUSED),
     ],
-    line=line("ab", "ce", "dg"),
-    deliveries=[
-        Delivered(after=0, id=1, content="ab"),
-        Delivered(after=1, id=2, content="ce"),
-        Delivered(after=1, id=2, content="ce"),
-        Delivered(after=2, id=3, content="dg"),
-    ],
-    left_over=LeftOver(queued=1, acknowledged=1, unanswered=1),
+    taken=[FIRST, SECOND, SECOND, THIRD],
+    queued=0,
+    records=[record(1), record(2), record(3)],
 )
 """One batch was delivered twice, and one of two unanswered groups was trained."""
 
@@ -44,30 +47,25 @@ def test_a_kept_promise_has_no_problems() -> None:
     assert judge(KEPT) == []
 
 
-def delivered(after: int, batch: int, content: str) -> list[Delivered]:
-    return [*KEPT.deliveries, Delivered(after=after, id=batch, content=content)]
-
-
+OTHER = SECOND | {"groups": ["e", "c"]}
 TWICE = [*KEPT.submissions, submission("a", Outcome.UNANSWERED)]
+FOREIGN = "step 3 trains on completions of versions"
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"line": line("ab", "ce")}, "lost: acknowledged and never trained: 2 groups (d, g)"),
-    ({"line": line("ab", "ce", "dg", "ab")}, "doubled: trained more than once: 2 groups (a, b)"),
-    ({"line": line("ab", "ce", "dg", "ee")}, "doubled: trained more than once: 1 groups (e)"),
-    (
-        {"line": line("ab", "ce", "dg", "xy")},
-        "invented: trained and never submitted: 2 groups (x, y)",
-    ),
-    ({"line": line("ab", "ce", "dg", "fh")}, "refused and trained: 1 groups (h)"),
-    ({"line": [*line("ab"), *line("", "ce")[1:], *line("dg")]}, "batch 1 was trained as step 3"),
-    ({"line": line("ab", "ceg", "d")}, "batch 2 holds 6 sequences instead of 4"),
-    ({"deliveries": delivered(3, 5, "xy")}, "asked for the batch after 3, the trainer got 5"),
-    ({"deliveries": delivered(1, 2, "ec")}, "batch 2 was delivered again with another content"),
-    ({"submissions": TWICE}, "submitted under one digest twice: 1 groups (a)"),
-    ({"left_over": None}, "the soak ended early: whether groups were lost is unknown"),
-    (
-        {"left_behind": {"queued_groups": 3, "queued_bytes": 0}},
-        "queued_groups is 3 after everything was trained and acknowledged",
-    ),
+    ({"taken": [FIRST, SECOND]}, "lost: not trained, and the queue holds 0 groups: 2 (d, g)"),
+    ({"taken": taken("ab", "ce", "dg", "ab")}, "doubled: trained more than once: 2 (a, b)"),
+    ({"taken": taken("ab", "ce", "dg", "ee")}, "doubled: trained more than once: 1 (e)"),
+    ({"taken": taken("ab", "ce", "dg", "xy")}, "invented: trained and never submitted: 2 (x, y)"),
+    ({"taken": taken("ab", "ce", "dg", "fh")}, "refused and trained: 1 (h)"),
+    ({"taken": [FIRST, THIRD]}, "steps that are missing: 1 (2)"),
+    ({"taken": [FIRST, SECOND, THIRD | {"batch": 5}]}, "batch 5 was trained as step 3"),
+    ({"taken": taken("ab", "ceg", "d")}, "batch 2 holds 6 sequences instead of 4"),
+    ({"taken": [FIRST, SECOND, OTHER, THIRD]}, "batch 2 was delivered again with another content"),
+    ({"submissions": TWICE}, "submitted under one digest twice: 1 (a)"),
+    ({"taken": [FIRST, SECOND, THIRD | {"versions": [[2, 0]]}]}, f"{FOREIGN} [[2, 0]]"),
+    ({"taken": [FIRST, SECOND, THIRD | {"versions": [[1, 4]]}]}, f"{FOREIGN} [[1, 4]]"),
+    ({"taken": [FIRST, SECOND, THIRD | {"versions": []}]}, f"{FOREIGN} []"),
+    ({"records": [record(1), record(3)]}, "the recorded steps are [1, 3]"),
+    ({"records": [record(1, 0.5)]}, "the served weights were others than the trained: 0.5"),
 ]
 
 
@@ -80,11 +78,8 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], problem: str) -> None:
 def test_the_queue_holds_what_is_acknowledged_and_perhaps_what_is_unanswered(
     queued: int, is_right: bool
 ) -> None:
-    evidence = replace(KEPT, line=line("ab", "ce"))
-    left_over = evidence.look_at_queue(queued)
-    assert left_over == LeftOver(queued, acknowledged=2, unanswered=1)
-    found = judge(replace(evidence, left_over=left_over))
-    assert any(problem.startswith("the queue held") for problem in found) is not is_right
+    found = judge(replace(KEPT, taken=[FIRST, SECOND], queued=queued))
+    assert any("the queue holds" in problem for problem in found) is not is_right
 
 
 def test_a_soak_without_a_kind_of_hit_or_a_redelivery_shows_nothing() -> None:

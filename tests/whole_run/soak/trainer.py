@@ -1,12 +1,13 @@
 """The trainer of the soak: `python -m tests.whole_run.soak.trainer OPTIONS`.
 
-It trains a batch by recording the digests of its groups. A checkpoint is a line of the journal,
+It trains a batch by noting the digests of its groups. A checkpoint is a line of the journal,
 written every few batches and then acknowledged. A killed trainer resumes from the last checkpoint.
 On SIGTERM the trainer writes a checkpoint and exits.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -16,30 +17,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from grpo_core.clients.run_api import LeasedBatch, TrainerClient
 from grpo_core.deadline import Deadline
 from grpo_core.wire.fields import UNSET
 from grpo_core.wire.run_api import Registration
-from tests.whole_run.soak.hits import Moment
-from tests.whole_run.soak.journal import Delivered, Journal, Saved, TrainedBatch
-from tests.whole_run.soak.sending import content_digest, digest
+from tests.whole_run.journal import VARIABLE as JOURNALS
+from tests.whole_run.journal import Journal
+from tests.whole_run.soak.sending import READY, content_digest, digest
+from tests.whole_run.stages import SAVED, TRAINING, VARIABLE, Stages
 
-DIE_AT = "die-at"
-"""A file beside the journal that names the state in which the trainer kills itself."""
 _SAVES_AFTER_BATCHES = (1, 8)
 _MAX_TRAINING_S = 0.1
-
-
-class Options(BaseModel):
-    """Options. `batch_size`: in sequences. `deadline_s`: of every call."""
-
-    url: str
-    batch_size: int
-    journal: Path
-    deadline_s: float
-    seed: int
 
 
 class _Stopped(Exception):
@@ -48,19 +36,21 @@ class _Stopped(Exception):
 
 @dataclass
 class Trainer:
-    """`stopping` is set when the trainer must write a checkpoint and exit."""
+    """`batch_size`: in sequences; `deadline_s`: of every call; `stopping` is set when the trainer
+    must write a checkpoint and exit."""
 
-    options: Options
     api: TrainerClient
     journal: Journal
+    stages: Stages
     stopping: threading.Event
+    batch_size: int
+    deadline_s: float
+    seed: int
 
     def __post_init__(self) -> None:
-        self._die_at = self.options.journal.with_name(DIE_AT)
-        self._dice = random.Random(f"{self.options.seed}/trainer/{self.journal.life}")
-        saved = [entry for entry in self.journal.past if isinstance(entry, Saved)]
-        self._last_id = saved[-1].batches[-1].id if saved else 0
-        self._unsaved: list[TrainedBatch] = []
+        self._dice = random.Random(f"{self.seed}/trainer/{self.journal.life}")
+        saved = [entry["saved"] for entry in self.journal.past if "saved" in entry]
+        self._last_id = self._saved_id = saved[-1] if saved else 0
         self._save_at = 1
 
     def run(self) -> None:
@@ -70,24 +60,26 @@ class Trainer:
         try:
             while not self.stopping.is_set():
                 self._train()
-                if len(self._unsaved) >= self._save_at:
+                if self._last_id - self._saved_id >= self._save_at:
                     self._save()
         except _Stopped:
             pass
         self._save()
 
     def _train(self) -> None:
-        deadline = Deadline(self.options.deadline_s)
+        deadline = Deadline(self.deadline_s)
         while not isinstance(batch := self.api.poll(), LeasedBatch):
             assert not deadline.has_passed, f"no batch within {deadline.seconds:g} s"
             self._between_polls()
-        content = content_digest(batch.groups)
-        self.journal.write(Delivered(after=self._last_id, id=batch.id, content=content))
+        self.journal.note(
+            step=self._last_id + 1,
+            batch=batch.id,
+            groups=[digest(group) for group in batch.groups],
+            content=content_digest(batch.groups),
+        )
         time.sleep(self._dice.random() * _MAX_TRAINING_S)
-        digests = [digest(group) for group in batch.groups]
-        self._unsaved.append(TrainedBatch(id=batch.id, digests=digests))
         self._last_id = batch.id
-        self._die_if_asked(Moment.TRAINING)
+        self.stages.reach(TRAINING)
 
     def _between_polls(self) -> None:
         """Write a checkpoint even while there is no batch."""
@@ -96,28 +88,23 @@ class Trainer:
         self._save()
 
     def _save(self) -> None:
-        if not self._unsaved:
+        if self._last_id == self._saved_id:
             return
-        self.journal.write(Saved(batches=self._unsaved))
-        self._unsaved = []
+        self.journal.note(saved=self._last_id)
+        self._saved_id = self._last_id
         self._save_at = self._dice.randint(*_SAVES_AFTER_BATCHES)
-        self._die_if_asked(Moment.SAVED)
+        self.stages.reach(SAVED)
         self._acknowledge()
 
     def _acknowledge(self) -> None:
         if self._last_id:
             self.api.acknowledge(self._last_id)
 
-    def _die_if_asked(self, moment: Moment) -> None:
-        if self._die_at.exists() and self._die_at.read_text() == moment:
-            self._die_at.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def _registration(self) -> Registration:
         return Registration(
             wandb_group="",
             wandb_project="",
-            batch_size=self.options.batch_size,
+            batch_size=self.batch_size,
             max_token_len=UNSET,
             checkpoint_dir="",
             save_checkpoint_interval=UNSET,
@@ -127,11 +114,14 @@ class Trainer:
 
 
 def main() -> None:
-    options = Options.model_validate_json(sys.argv[1])
+    options = json.loads(sys.argv[1])
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    with Journal(options.journal) as journal, TrainerClient(options.url, options.deadline_s) as api:
-        Trainer(options, api, journal, stopping).run()
+    journal = Journal(Path(os.environ[JOURNALS]), "trainer")
+    stages = Stages(Path(os.environ[VARIABLE]))
+    sys.stdout.write(f"{READY}\n")
+    with TrainerClient(options.pop("url"), options["deadline_s"]) as api:
+        Trainer(api, journal, stages, stopping, **options).run()
 
 
 if __name__ == "__main__":
