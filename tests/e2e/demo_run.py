@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import psutil
 from grpo_core.evaluation.results import EvalResult, read_results
 from grpo_core.weights.servers import ServerStatus
 from grpo_runs.modes import Mode
+from grpo_runs.run_directory import RunDirectory
 from tests.support.pages import ROOT, command
+from tests.support.wait import wait_for
 
 DEADLINE_S = 1800
 NOISE = 1e-4
@@ -103,6 +106,23 @@ def run_local(
         text=True,
         timeout=DEADLINE_S,
     )
+
+
+def signalled_after(
+    steps: int,
+    run: RunDirectory,
+    number: signal.Signals,
+    *flags: str,
+    look: Callable[[], object] = lambda: None,
+) -> None:
+    """Start the demo, look at it once a checkpoint has so many steps, and send it a signal. Its
+    services end with it."""
+    command = [sys.executable, "-m", "grpo_runs", "--run-dir", str(run.path), *flags]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as demo:
+        wait_for(lambda: (run.newest_checkpoint_step() or 0) >= steps, deadline_s=DEADLINE_S)
+        look()
+        demo.send_signal(number)
+    assert demo.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
 def readme_flags() -> list[str]:

@@ -21,7 +21,7 @@ from grpo_core.weights.version_log import VersionLog
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.process.ports import free_port
 from tests.e2e.demo_run import DEADLINE_S
-from tests.e2e.several_servers import RunningDemo
+from tests.e2e.several_servers import RunningDemo, send
 from tests.support.wait import wait_for
 
 _PIECE_BYTES = 1 << 16
@@ -145,27 +145,15 @@ class FarServer(ClosesOnExit):
         return self.log
 
     def _start(self, *flags: str) -> subprocess.Popen[bytes]:
-        like = self._run.server("server-0")
-        command, environment = like.cmdline(), like.environ()
-        for option, value in {
-            "--server-name": self.name,
-            "--port": str(self._port),
-            "--health-port": str(free_port()),
-            "--weights-dir": str(self._directory / "nothing"),
-        }.items():
-            command[command.index(option) + 1] = value
-        command += ["--staging-dir", str(self._directory), *flags]
-        at = command.index("-m")
-        command[at : at + 2] = ["-c", _BEHIND_LINK.format(link=self._link.url)]
         self._starts += 1
-        with (self._directory / f"{self.name}-{self._starts}.log").open("wb") as output:
-            return subprocess.Popen(
-                command,
-                cwd=like.cwd(),
-                env=environment,
-                stdout=output,
-                stderr=output,
-            )
+        return self._run.start_another(
+            self.name,
+            self._directory / f"{self.name}-{self._starts}.log",
+            *("--staging-dir", str(self._directory), *flags),
+            module=("-c", _BEHIND_LINK.format(link=self._link.url)),
+            port=self._port,
+            weights_dir=self._directory / "nothing",
+        )
 
     def stopped_while(
         self, process: psutil.Process, is_reached: Callable[[ServerStatus], bool]
@@ -198,14 +186,6 @@ class FarServer(ClosesOnExit):
             DEADLINE_S,
         )
         return time.monotonic() - began
-
-
-def send(process: psutil.Process, number: int) -> None:
-    """To it and all its descendants."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
 
 
 class Askers:

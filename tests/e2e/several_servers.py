@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,27 +85,43 @@ class RunningDemo:
             if each.status() != psutil.STATUS_ZOMBIE and f"--server-name {name}" in _words(each)
         )
 
-    def start_another(self, like: str, name: str, log: Path) -> subprocess.Popen[bytes]:
-        """A server on ports of its own, which the run does not know."""
-        server = self.server(like)
-        command = server.cmdline()
-        for option, value in (
-            ("--server-name", name),
-            ("--port", str(free_port())),
-            ("--health-port", str(free_port())),
-        ):
-            command[command.index(option) + 1] = value
+    def start_another(
+        self,
+        name: str,
+        log: Path,
+        *flags: str,
+        module: Sequence[str] = ("-m", "grpo_vllm"),
+        **options: object,
+    ) -> subprocess.Popen[bytes]:
+        """A server that the run does not know, on ports of its own, like "server-0". Options of
+        that one are replaced, flags are added."""
+        like = self.server("server-0")
+        command = like.cmdline()
+        own = {"server_name": name, "port": free_port(), "health_port": free_port()}
+        for option, value in (own | options).items():
+            command[command.index(f"--{option.replace('_', '-')}") + 1] = str(value)
+        at = command.index("-m")
+        command[at : at + 2] = module
         with log.open("wb") as output:
             return subprocess.Popen(
-                command, cwd=server.cwd(), env=server.environ(), stdout=output, stderr=output
+                [*command, *flags],
+                cwd=like.cwd(),
+                env=like.environ(),
+                stdout=output,
+                stderr=output,
             )
 
     def kill_server(self, name: str) -> None:
         """With all its processes, as if its host was lost."""
-        server = self.server(name)
-        for process in [server, *server.children(recursive=True)]:
+        send(self.server(name), signal.SIGKILL)
+
+
+def send(process: psutil.Process, number: int) -> None:
+    """To it and all its descendants."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                each.send_signal(number)
 
 
 @contextlib.contextmanager

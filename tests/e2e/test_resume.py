@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,9 @@ from grpo_runs.report.steps import pool_curves
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.services import STAGES
-from tests.e2e.demo_run import DEADLINE_S, NOISE, run_demo
-from tests.support.wait import wait_for
+from tests.e2e.demo_run import DEADLINE_S, NOISE, run_demo, signalled_after
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3 * DEADLINE_S)]
-
-
-def stop_after(steps: int, run: RunDirectory, live: LiveRun, *flags: str) -> None:
-    """Start the demo, look at it once it has taken some steps, and stop it with SIGTERM."""
-    command = [sys.executable, "-m", "grpo_runs", "--run-dir", str(run.path), *flags]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as demo:
-        wait_for(lambda: (run.newest_checkpoint_step() or 0) >= steps, deadline_s=DEADLINE_S)
-        is_told_while_it_trains(live)
-        demo.send_signal(signal.SIGTERM)
-    assert demo.returncode == 128 + signal.SIGTERM
 
 
 def is_told_while_it_trains(live: LiveRun) -> None:
@@ -49,7 +37,8 @@ def test_a_stopped_run_goes_on_with_its_options_and_can_be_prolonged(
     flags = ("--mode", mode, "--vllm-restart-interval", "2", "--trainer.state-interval", "2")
     live = LiveRun("run", run)
     own = ("--steps", "500", "--group-size", "4", "--curriculum", "learnable")
-    stop_after(4, run, live, *flags, *own)
+    look = partial(is_told_while_it_trains, live)
+    signalled_after(4, run, signal.SIGTERM, *flags, *own, look=look)
     assert live.state()["state"] == "stopped"
     resumed = run_demo(run.path, "--steps", "8", option="--resume")
     assert f"mode {mode}: " in resumed.output

@@ -15,8 +15,8 @@ import pytest
 from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_core.weights.versions import version_id
 from tests.e2e.demo_run import DEADLINE_S, NOISE
-from tests.e2e.far_server import Askers, FarServer, SlowLink, send
-from tests.e2e.several_servers import RunningDemo, recomputed, running_demo
+from tests.e2e.far_server import Askers, FarServer, SlowLink
+from tests.e2e.several_servers import RunningDemo, recomputed, running_demo, send
 from tests.support.wait import wait_for
 
 STEPS = 50
@@ -65,15 +65,13 @@ def test_a_run_goes_on_while_servers_are_killed_stopped_and_added(
         run.wait_for_step(5)
         run.kill_server("server-2")
         run.wait_for_step(10)
-        stopped = [run.server("server-1"), *run.server("server-1").children(recursive=True)]
-        for process in stopped:
-            process.send_signal(signal.SIGSTOP)
+        stopped = run.server("server-1")
+        send(stopped, signal.SIGSTOP)
         run.wait_for_step(20)
         log = tmp_path / "late.log"
-        late = run.start_another("server-0", "late", log)
+        late = run.start_another("late", log)
         try:
-            for process in stopped:
-                process.send_signal(signal.SIGCONT)
+            send(stopped, signal.SIGCONT)
             wait_for(lambda: "weights.committed" in log.read_text(), bool, DEADLINE_S)
             run.wait_for_step(STEPS)
         finally:

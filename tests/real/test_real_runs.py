@@ -16,8 +16,7 @@ import pytest
 
 from grpo_core.evaluation.tables import compare
 from grpo_runs.run_directory import RunDirectory
-from tests.e2e.demo_run import DEADLINE_S, DemoRun, run_demo
-from tests.support.wait import wait_for
+from tests.e2e.demo_run import DEADLINE_S, DemoRun, run_demo, signalled_after
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3 * DEADLINE_S)]
 
@@ -85,18 +84,9 @@ def test_the_shared_weights_of_a_pretrained_model_are_trained(tmp_path: Path) ->
 def test_a_killed_run_goes_on_and_ends_as_any_other(mode: str, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     flags = (*SUMS, *SMALL, *BRIEF, "--mode", mode, "--steps", str(STEPS))
-    kill_after(10, run, *flags, "--trainer.state-interval", "5")
+    signalled_after(10, run, signal.SIGKILL, *flags, "--trainer.state-interval", "5")
     resumed = run_demo(run.path, option="--resume")
     require_healthy(resumed, STEPS)
-
-
-def kill_after(steps: int, run: RunDirectory, *flags: str) -> None:
-    """Start the demo, and end it with SIGKILL once it has taken some steps. Its services end with
-    it."""
-    command = [sys.executable, "-m", "grpo_runs", "--run-dir", str(run.path), *flags]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as demo:
-        wait_for(lambda: (run.newest_checkpoint_step() or 0) >= steps, deadline_s=DEADLINE_S)
-        demo.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
