@@ -133,8 +133,13 @@ def _until_the_end(promql: str, value: Callable[[str], str] = _largest) -> str:
     return f"{promql} and on ({RUN}) ({step} < {steps} or {step} > 0 and on ({RUN}) {steps} == 0)"
 
 
-def _increase(metric: str) -> str:
-    return _largest(f"increase({metric}[{TEN_MINUTES_S / 60:g}m])")
+def _grown(
+    name: str, meaning: str, advice: str, measure: str, metric: str, threshold: float = 0
+) -> Alert:
+    """A warning about a total that grew by more than the threshold in the last ten minutes."""
+    promql = _largest(f"increase({metric}[{TEN_MINUTES_S / 60:g}m])")
+    severity, over_s = Severity.WARNING, TEN_MINUTES_S
+    return Alert(name, meaning, advice, severity, measure, promql, threshold, over_s=over_s)
 
 
 ALERTS: tuple[Alert, ...] = (
@@ -234,67 +239,50 @@ ALERTS: tuple[Alert, ...] = (
         0,
         hold_s=60,
     ),
-    Alert(
+    _grown(
         "engine-crashed",
         "An inference engine crashed in the last ten minutes and was started again.",
         "find the cause in the server's log: often too little memory",
-        Severity.WARNING,
         "engine_crashes",
-        _increase("run_api_server_crashes_total"),
-        0,
-        over_s=TEN_MINUTES_S,
+        "run_api_server_crashes_total",
     ),
-    Alert(
+    _grown(
         "groups-refused",
         "run-api refused groups in the last ten minutes.",
         "correct the environment that sent them: `last_refusal` in run-api's /status has the "
         "reason",
-        Severity.WARNING,
         "refused_groups",
-        _increase("run_api_refused_groups_total"),
-        0,
-        over_s=TEN_MINUTES_S,
+        "run_api_refused_groups_total",
     ),
-    Alert(
+    _grown(
         "groups-unusable",
         "The trainer dropped groups that it cannot train on in the last ten minutes.",
         "see the events group.dropped in the trainer's log, and correct the environment",
-        Severity.WARNING,
         "unusable_groups",
-        _increase("grpo_trainer_data_unusable_groups_total"),
-        0,
-        over_s=TEN_MINUTES_S,
+        "grpo_trainer_data_unusable_groups_total",
     ),
-    Alert(
+    _grown(
         "groups-stale",
         "The trainer dropped more than 10 groups beyond --max-staleness in the last ten minutes.",
         "lower --max-batches-offpolicy of the environments, or raise --max-staleness",
-        Severity.WARNING,
         "stale_groups",
-        _increase("grpo_trainer_data_stale_groups_total"),
+        "grpo_trainer_data_stale_groups_total",
         10,
-        over_s=TEN_MINUTES_S,
     ),
-    Alert(
+    _grown(
         "batch-quarantined",
         "A batch whose loss or gradient is not finite was put aside in the last ten minutes.",
         "look at the batch in the directory quarantine below --save-path; if there are more, "
         "lower --lr",
-        Severity.WARNING,
         "quarantined_batches",
-        _increase("grpo_trainer_data_quarantined_batches_total"),
-        0,
-        over_s=TEN_MINUTES_S,
+        "grpo_trainer_data_quarantined_batches_total",
     ),
-    Alert(
+    _grown(
         "check-failed",
         "A check of the rollouts or of the weights failed in the last ten minutes.",
         "see the events check.failed in the trainer's log; each has a hint",
-        Severity.WARNING,
         "failed_checks",
-        _increase("grpo_trainer_checks_failed_total"),
-        0,
-        over_s=TEN_MINUTES_S,
+        "grpo_trainer_checks_failed_total",
     ),
     Alert(
         "redis-gone",

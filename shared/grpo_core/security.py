@@ -83,7 +83,7 @@ class BearerTokenGuard:
             or scope["type"] != "http"
             or scope["path"] in self._open_paths
             or scope["method"] in self._open_methods
-            or _carries(scope, self._token)
+            or carries(scope, self._token)
         ):
             await self._app(scope, receive, send)
             return
@@ -115,7 +115,8 @@ def authorization(token: str | None) -> dict[str, str]:
     return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
-def _carries(scope: Scope, token: bytes) -> bool:
+def carries(scope: Scope, token: bytes) -> bool:
+    """Whether a request has this bearer token."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(given) != 1:
         return False

@@ -61,25 +61,20 @@ class StepRecord(BaseModel):
 class MetricsFile(FollowedFile):
     """The trainer's metrics file. The trainer may be writing its last line."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._lines = 0
-
     def read_new(self) -> list[StepRecord]:
         """New records since the last call; none if there is no file.
 
         Raises:
             ProtocolViolation: a complete line is not a step record. Names the line.
         """
-        return [self._parse(line) for line in self.new_lines()]
+        return [self._parse(line) for line in self.read()]
 
-    def _parse(self, line: str) -> StepRecord:
-        self._lines += 1
+    def _parse(self, line: bytes) -> StepRecord:
         try:
             return StepRecord.model_validate_json(line)
         except ValidationError as error:
             raise ProtocolViolation(
-                f"{self.path} line {self._lines}: the record of a training step has missing or "
+                f"{self.path} line {self.number}: the record of a training step has missing or "
                 f"invalid fields: {problems_of(error)}"
             ) from None
 

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, quote, urlencode
 from pydantic import SecretStr
 from starlette.requests import HTTPConnection
 
-from grpo_core.security import App, Receive, Scope, Send, refuse
+from grpo_core.security import App, Receive, Scope, Send, carries, refuse
 
 COOKIE = "grpo-watch-{port}"
 """Browsers send the cookies of a host to each of its ports."""
@@ -43,11 +43,9 @@ class TokenCookie:
         )
 
     def _is_known(self, scope: Scope) -> bool:
-        request = HTTPConnection(scope)
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_token(given.strip()):
-            return True
-        return self._is_token(request.cookies.get(_name_of_cookie(scope), ""))
+        assert self._token is not None
+        cookie = HTTPConnection(scope).cookies.get(_name_of_cookie(scope), "")
+        return carries(scope, self._token.encode()) or self._is_token(cookie)
 
     def _is_token(self, given: str) -> bool:
         assert self._token is not None

@@ -21,6 +21,8 @@ class FollowedFile:
         self._most_bytes = most_bytes
         self._offset = offset
         self._last = b""
+        self.number = 0
+        """Of the newest line that was read, counted from 1."""
 
     def read(self, restart: Callable[[], None] = lambda: None) -> Iterator[bytes]:
         """Complete lines since the last call; none if the file cannot be read.
@@ -35,7 +37,7 @@ class FollowedFile:
             file.seek(self._offset - len(self._last))
             if file.read(len(self._last)) != self._last:
                 restart()
-                self._offset, self._last = 0, b""
+                self._offset, self._last, self.number = 0, b"", 0
                 file.seek(0)
             if not self._offset and self._most_bytes is not None:
                 self._offset = max(0, file.seek(0, 2) - self._most_bytes)
@@ -47,6 +49,7 @@ class FollowedFile:
                     return  # it is being written
                 self._offset += len(line)
                 self._last = line[-_REMEMBERED_BYTES:]
+                self.number += 1
                 yield line
 
     def new_lines(self) -> list[str]:

@@ -59,7 +59,6 @@ class MetricsLog:
         self.rows: list[Row] = []
         self.newest: Mapping[str, float] = {}
         """All numbers of the newest step."""
-        self._lines = 0
         self.broken_lines: list[int] = []
         """Numbers of the complete lines that are no record of a step."""
         self.restarts = 0
@@ -68,18 +67,16 @@ class MetricsLog:
     def read_new(self) -> None:
         """Never raises: a file that is away has no new rows."""
         for line in self._file.read(self._restart):
-            self._lines += 1
             try:
                 numbers = numbers_of(line)
             except ValueError:
-                self.broken_lines.append(self._lines)
+                self.broken_lines.append(self._file.number)
             else:
                 self._add(int(numbers["step"]), numbers)
 
     def _restart(self) -> None:
         """A trainer that resumes has written the file again, shorter."""
         self.restarts += 1
-        self._lines = 0
         self.broken_lines.clear()
         self.rows.clear()
 
