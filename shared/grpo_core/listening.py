@@ -35,6 +35,12 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def url_on_this_host(host: str, port: int) -> str:
+    """URL for clients on this host of what listens on an address."""
+    is_every_address = host in (EVERY_ADDRESS, "0.0.0.0")  # noqa: S104 - it is compared
+    return f"http://{'127.0.0.1' if is_every_address else in_url(host)}:{port}"
+
+
 def is_own_listener(port: int) -> bool:
     """Whether a process of this user listens at 127.0.0.1 on the port; see /proc/net/tcp in
     proc(5)."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError
+from grpo_core.listening import url_on_this_host
 from grpo_core.process import describe_exit, killed_with_parent
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import WITHOUT_REDIS, redis_password
@@ -123,7 +124,7 @@ def server_of(
         deadline_s = settings.sizes.server_deadline_s
         variables = _variables_of_server(settings, places.model) | token_variables(settings)
     else:
-        healthy = partial(probe.responds, settings.url_of(port))
+        healthy = partial(probe.responds, url_on_this_host(settings.host, port))
         deadline_s = settings.server_deadline_s or PAIR_DEADLINE_S
         threads = {"OMP_NUM_THREADS": str(settings.server_threads)} if settings.servers > 1 else {}
         keys = {"run_api_token": settings.run_api_token, "vllm_api_key": settings.api_key}

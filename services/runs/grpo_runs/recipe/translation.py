@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_core.errors import message_of
-from grpo_core.listening import in_url
+from grpo_core.listening import url_on_this_host
 from grpo_core.settings import Mistake
 from grpo_runs.offline.errors import RecipeInvalid
 from grpo_runs.offline.keys import SECTIONS, OfflineKeys, in_recipe, put
@@ -193,9 +193,7 @@ def _base_url(recipe: TrainingRecipe) -> str:
     given = recipe["vllm_server_base_url"]
     if given is not None:
         return str(given).rstrip("/").removesuffix("/generate")
-    host = recipe["vllm_server_host"]
-    reached = "127.0.0.1" if host in ("0.0.0.0", "::") else in_url(host)
-    return f"http://{reached}:{recipe['vllm_server_port']}"
+    return url_on_this_host(recipe["vllm_server_host"], recipe["vllm_server_port"])
 
 
 def _model(recipe: TrainingRecipe) -> Found:

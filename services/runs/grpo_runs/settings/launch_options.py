@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.cpu import CPU
-from grpo_core.listening import in_url
+from grpo_core.listening import url_on_this_host
 from grpo_core.security import usable_token
 from grpo_core.settings import (
     CommandSettings,
@@ -36,9 +36,7 @@ from grpo_runs.modes import MODES, Mode
 
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
-LOOPBACK = "127.0.0.1"
 MAX_NUM_SEQS = 256
-EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -379,11 +377,7 @@ class LaunchOptions(
     @property
     def server_url(self) -> str:
         """Of the first server, for clients on this host."""
-        return self.url_of(self.port)
-
-    def url_of(self, port: int) -> str:
-        host = LOOPBACK if self.host in EVERY_ADDRESS else self.host
-        return f"http://{in_url(host)}:{port}"
+        return url_on_this_host(self.host, self.port)
 
     @property
     def server_threads(self) -> int:
