@@ -19,7 +19,7 @@ from tests.support.wait import wait_for
 from tests.whole_run.commands import ENVIRONMENT, REDIS, RUN_API, TRAINER
 from tests.whole_run.journal import Entry
 from tests.whole_run.rig import Rig
-from tests.whole_run.soak.sending import READY
+from tests.whole_run.soak.groups import READY
 from tests.whole_run.verdict import Evidence
 
 APIS = (RUN_API, f"{RUN_API}-2")

@@ -26,7 +26,7 @@ from grpo_core.clients.run_api import EnvironmentClient
 from tests.whole_run.commands import REDIS, TRAINER
 from tests.whole_run.journal import Entry, Journal, Outcome
 from tests.whole_run.soak.cluster import APIS, BATCH_SIZE, ENVIRONMENTS, SoakCommands, SoakRig
-from tests.whole_run.soak.sending import OTHER_BODY_REFUSED, REPEATED, GroupMaker, digest
+from tests.whole_run.soak.groups import OTHER_BODY_REFUSED, REPEATED, GroupMaker, digest
 from tests.whole_run.stages import SAVED, TRAINING
 from tests.whole_run.verdict import Evidence, judge
 

@@ -23,7 +23,7 @@ from grpo_core.wire.fields import UNSET
 from grpo_core.wire.run_api import Registration
 from tests.whole_run.journal import VARIABLE as JOURNALS
 from tests.whole_run.journal import Journal
-from tests.whole_run.soak.sending import READY, content_digest, digest
+from tests.whole_run.soak.groups import READY, content_digest, digest
 from tests.whole_run.stages import SAVED, TRAINING, VARIABLE, Stages
 
 _SAVES_AFTER_BATCHES = (1, 8)
