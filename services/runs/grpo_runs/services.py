@@ -12,7 +12,6 @@ from pathlib import Path
 
 from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError
-from grpo_core.listening import url_on_this_host
 from grpo_core.process import describe_exit, killed_with_parent
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import WITHOUT_REDIS, redis_password
@@ -116,15 +115,15 @@ def _run_api(
 def server_of(
     settings: RunSettings, places: Places, probe: HealthProbe, number: int = 0
 ) -> Service:
-    values, port = server_values(settings, places, number), places.server_ports[number]
+    values, server_url = server_values(settings, places, number), places.server_urls[number]
     words = [*vllm_words(settings, places.model), *values.pop("engine_arguments")]
     if places.run is not None:
         values = {"health_port": free_port()} | values
-        healthy = partial(probe.answers, url(port))
+        healthy = partial(probe.answers, server_url)
         deadline_s = settings.sizes.server_deadline_s
         variables = _variables_of_server(settings, places.model) | token_variables(settings)
     else:
-        healthy = partial(probe.responds, url_on_this_host(settings.host, port))
+        healthy = partial(probe.responds, server_url)
         deadline_s = settings.server_deadline_s or PAIR_DEADLINE_S
         threads = {"OMP_NUM_THREADS": str(settings.server_threads)} if settings.servers > 1 else {}
         keys = {"run_api_token": settings.run_api_token, "vllm_api_key": settings.api_key}
@@ -186,7 +185,7 @@ def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Ser
         | url_variables(VIEWS[TRAINER], values),
         may_finish=True,
         # In some modes grpo starts a server itself if nothing listens yet.
-        may_start=lambda: _accept_connections(places.run_api_url, *map(url, places.server_ports)),
+        may_start=lambda: _accept_connections(places.run_api_url, *places.server_urls),
     )
 
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from grpo_core.cpu import CPU
-from grpo_core.listening import url_on_this_host
 from grpo_core.security import usable_token
 from grpo_core.settings import (
     CommandSettings,
@@ -373,11 +372,6 @@ class LaunchOptions(
     def server_ports(self) -> range:
         """Of the servers of a run whose run-api runs already."""
         return range(self.port, self.port + self.servers)
-
-    @property
-    def server_url(self) -> str:
-        """Of the first server, for clients on this host."""
-        return url_on_this_host(self.host, self.port)
 
     @property
     def server_threads(self) -> int:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
+from grpo_core.listening import url_on_this_host
 from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.url import WITHOUT_REDIS
 from grpo_core.rollouts.files import ROLLOUTS
@@ -43,6 +44,7 @@ class Places:
 
     Args:
         model: a directory or an id on the hub
+        host: where the inference servers listen
         server_ports: one for each inference server of this machine
         redis_url: may hold a password, so it is never in a command line
         weights_socket: for `shared_vllm`
@@ -61,6 +63,7 @@ class Places:
     bridge_config: Path
     run: RunDirectory | None = None
     teacher_port: int = 0
+    host: str = HOST
 
     @classmethod
     def of(
@@ -84,6 +87,7 @@ class Places:
                 settings.save_path,
                 weights_socket,
                 settings.log_dir / bridge_config.FILE_NAME,
+                host=settings.host,
             )
         return cls(
             model,
@@ -104,6 +108,11 @@ class Places:
         return (self.save_path / SERVED_WEIGHTS).absolute()
 
     @property
+    def server_urls(self) -> list[str]:
+        """For clients on this host."""
+        return [url_on_this_host(self.host, port) for port in self.server_ports]
+
+    @property
     def server_names(self) -> list[str]:
         return server_names(len(self.server_ports))
 
@@ -121,7 +130,6 @@ class Places:
 def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     mode = settings.weight_mode
     whole = {} if places.run is None else _of_whole_run(settings, places.run)
-    url_here = settings.server_url if places.run is None else url(places.server_ports[0])
     values: dict[str, Any] = {
         **(_DEFAULTS_OF_TRAINER if whole else {}),
         **settings.given(TRAINER),
@@ -130,7 +138,7 @@ def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
         "model": places.model,
         "save_path": places.save_path,
         "run_api_url": places.run_api_url,
-        "inference_url": url_here,
+        "inference_url": places.server_urls[0],
         "log_level": settings.log_level,
         "redis_url": SecretStr(places.redis_url),
     }
@@ -203,7 +211,7 @@ def server_values(settings: LaunchOptions, places: Places, number: int = 0) -> d
         given["server_name"] = places.server_names[number]
     values = given | {
         "model": places.model,
-        "host": HOST if is_run else settings.host,
+        "host": places.host,
         "port": places.server_ports[number],
         "run_id": places.run_id,
         "redis_url": SecretStr(places.redis_url),
@@ -277,7 +285,7 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         "action": "serve",
         "model": places.model,
         "run_api_url": places.run_api_url,
-        "inference_url": tuple(map(url, places.server_ports)),
+        "inference_url": tuple(places.server_urls),
         "seq_len": sizes.seq_len,
         "max_completion_tokens": settings.completion_limit(task),
         "seed": settings.seed,
