@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_core.evaluation.results import EvalSummary
 from grpo_runs.report.steps import StepRecord
+from grpo_runs.run_directory import RunDirectory
 
 BENCHMARK: dict[str, Any] = {
     "sync_s_mean": 0.25,
@@ -48,6 +49,11 @@ def metrics_object(step: int, /, **changes: Any) -> dict[str, Any]:
 
 def metrics_line(step: int, /, **changes: Any) -> str:
     return json.dumps(metrics_object(step, **changes)) + "\n"
+
+
+def take_steps(run: RunDirectory, *steps: int, **changes: Any) -> None:
+    with run.metrics.open("a") as file:
+        file.writelines(metrics_line(step, **changes) for step in steps)
 
 
 def evaluation(step: int | None, value: float, **fields: Any) -> EvalSummary:

@@ -39,7 +39,7 @@ from grpo_runs.watch.serve import PageNotServed, PageServer, live_runs
 from tests.support.conversations import record
 from tests.support.pages import ROOT
 from tests.unit.conftest import Refused
-from tests.unit.runs.records import metrics_object
+from tests.unit.runs.records import take_steps
 from tests.unit.runs.test_measures import RUNNING, run_api
 from tests.unit.runs.watch.test_live_run import log
 
@@ -54,12 +54,6 @@ def run(tmp_path: Path) -> RunDirectory:
     take_steps(run, 1, 2)
     write_step(run.path / ROLLOUTS, 2, [record(step=2)])
     return run
-
-
-def take_steps(run: RunDirectory, *steps: int) -> None:
-    with run.metrics.open("a") as file:
-        for step in steps:
-            file.write(json.dumps(metrics_object(step)) + "\n")
 
 
 def client_of(run: RunDirectory, **options: Any) -> TestClient:

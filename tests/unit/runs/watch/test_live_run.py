@@ -20,7 +20,7 @@ from grpo_runs.watch.api import curves_of
 from grpo_runs.watch.live_run import LiveRun, duration
 from grpo_runs.watch.logs import FIRST_READ_BYTES
 from grpo_runs.watch.news import ServiceNews
-from tests.unit.runs.records import metrics_object
+from tests.unit.runs.records import metrics_line, metrics_object, take_steps
 from tests.unit.runs.stand_ins import Shown
 from tests.unit.runs.test_measures import RUNNING, run_api
 
@@ -47,12 +47,6 @@ def run(tmp_path: Path) -> RunDirectory:
 @pytest.fixture
 def live(run: RunDirectory) -> LiveRun:
     return LiveRun("mine", run, clock=Clock())
-
-
-def take_steps(run: RunDirectory, *steps: int) -> None:
-    with run.metrics.open("a") as file:
-        for step in steps:
-            file.write(json.dumps(metrics_object(step)) + "\n")
 
 
 def log(run: RunDirectory, service: str, *lines: str) -> None:
@@ -214,7 +208,7 @@ def test_the_rest_of_a_run_includes_saving(run: RunDirectory, live: LiveRun) -> 
     with run.metrics.open("a") as file:
         for step in range(1, 12):  # steps 5 and 10 are followed by a checkpoint
             saved = {"train/save_time": 9.0} if step in (6, 11) else {}
-            file.write(json.dumps(metrics_object(step) | saved) + "\n")
+            file.write(metrics_line(step, **saved))
     step_s = metrics_object(1)["train/step_time"]
     assert live.state()["eta_s"] == pytest.approx(29 * (step_s + 9 * 2 / 10))
     assert live.log.rows[-1].time == pytest.approx(11 * step_s + 2 * 9)

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_runs.watch.metrics_log import MetricsLog, thinned
-from tests.unit.runs.records import metrics_object
+from tests.unit.runs.records import metrics_line, metrics_object
 
 
 def lines(steps: Iterable[int], **changes: float) -> str:
-    return "".join(json.dumps(metrics_object(step, **changes)) + "\n" for step in steps)
+    return "".join(metrics_line(step, **changes) for step in steps)
 
 
 def test_a_file_that_grows(tmp_path: Path) -> None:

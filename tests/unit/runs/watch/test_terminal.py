@@ -20,7 +20,7 @@ from grpo_runs.process.stack import MIB
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.live_run import LiveRun
 from grpo_runs.watch.terminal import _beside, _services, _times, screen_of, sparkline
-from tests.unit.runs.records import metrics_object
+from tests.unit.runs.records import take_steps
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 40), (80, 24), (120, 40)])
@@ -35,8 +35,7 @@ def test_one_screen(tmp_path: Path, width: int, height: int) -> None:
     (run.logs / "trainer.log").write_text(
         "2026-01-01T10:00:02 [warning  ] metric.out_of_range   metric=[bold]\\x07\n"
     )
-    lines = [json.dumps(metrics_object(step)) + "\n" for step in range(1, 11)]
-    run.metrics.write_text("".join(lines))
+    take_steps(run, *range(1, 11))
 
     console = Console(width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:

@@ -21,7 +21,7 @@ from grpo_runs.watch.api import watch_app
 from grpo_runs.watch.live_run import LiveRun
 from tests.support import conversations
 from tests.support.wait import wait_for
-from tests.unit.runs.records import evaluation, metrics_object
+from tests.unit.runs.records import evaluation, take_steps
 
 LOOK_EVERY_S = 0.02
 HOUR_S = 3600.0
@@ -53,9 +53,7 @@ class WrittenRun:
         """The trainer finishes a step of 40, which takes 1.5 s."""
         if records:
             write_step(self.run.path / ROLLOUTS, step, records)
-        line = metrics_object(step, **{"reward/mean": reward} | metrics)
-        with self.run.metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        take_steps(self.run, step, **{"reward/mean": reward} | metrics)
 
     def evaluate(self, step: int, value: float) -> None:
         with self.run.evaluations.open("a") as file:
