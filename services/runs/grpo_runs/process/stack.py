@@ -273,7 +273,13 @@ class Stack:
             if service.group not in groups and _has_failed(service, process)
         ]
         if failed:
-            raise ProcessFailed(describe_failures(failed))
+            # In the order of their start. Services depend on those in front of them, so if several
+            # ended at once, the first is the likely cause: its last log lines are shown.
+            endings = [
+                f"{one.name} ended with {describe_exit(one.exit_code)}; see {one.log_path}"
+                for one in failed
+            ]
+            raise ProcessFailed("\n".join([*endings, failed[0].log_tail()]))
 
 
 def start_on_screen(stack: Stack, services: Sequence[Service], screen: Screen) -> None:
@@ -317,20 +323,6 @@ class LostServices:
                 log = self._stack.process(name).log_path
                 text = f"{name} ended with {how}; the run goes on with the others; see {log}"
                 warn(self._screen, log.parent, "ServiceEnded", text)
-
-
-def describe_failures(failed: Sequence[ManagedProcess]) -> str:
-    """One line per process that ended, in the order of their start, and the first one's last log
-    lines.
-
-    Services depend on those in front of them. If several ended at once, the first is the likely
-    cause.
-    """
-    endings = [
-        f"{process.name} ended with {describe_exit(process.exit_code)}; see {process.log_path}"
-        for process in failed
-    ]
-    return "\n".join([*endings, failed[0].log_tail()])
 
 
 def _has_failed(service: Service, process: ManagedProcess) -> bool:
