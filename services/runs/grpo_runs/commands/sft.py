@@ -47,7 +47,13 @@ def train(settings: SftSettings, screen: Screen) -> int:
     try:
         if find_spec("trl") is None:
             raise TrlMissing(f"the Python package trl is not installed; run `{_INSTALL}`")
-        examples = _examples(settings)
+        options = TaskOptions(
+            data=settings.data,
+            data_config=settings.data_config,
+            columns=settings.columns,
+            system_prompt=settings.system_prompt,
+        )
+        examples = read_examples(options)  # before anything heavy is imported
         run = RunDirectory(settings.output)
         run.logs.mkdir(parents=True)
         with ProcessRecords(run).of_the_end():
@@ -57,20 +63,13 @@ def train(settings: SftSettings, screen: Screen) -> int:
         return stopped.exit_status
     except (GrpoError, OSError, SafetensorError) as error:
         return screen.failed(error)
-    screen.line(summary_line(result))
+    screen.line(
+        f"loss on {counted(result.measured_examples, 'example')}: {result.loss_before:.3f} before, "
+        f"{result.loss_after:.3f} after {counted(result.steps, 'step')} with {result.tokens:,} "
+        f"tokens in {result.seconds:.0f} s"
+    )
     screen.line(f"model: {run.path / MODEL}")
     return 0
-
-
-def _examples(settings: SftSettings) -> list[Example]:
-    """Before anything heavy is imported. Raises `DataUnusable`, `DatasetsMissing`."""
-    options = TaskOptions(
-        data=settings.data,
-        data_config=settings.data_config,
-        columns=settings.columns,
-        system_prompt=settings.system_prompt,
-    )
-    return read_examples(options)
 
 
 def _train(
@@ -125,11 +124,3 @@ def _show_one_gpu(device: str) -> None:
 def _show(screen: Screen, step: int, steps: int, loss: float) -> None:
     if step * LINES_OF_PROGRESS // steps > (step - 1) * LINES_OF_PROGRESS // steps:
         screen.line(f"step {step} of {steps}: loss {loss:.3f}")
-
-
-def summary_line(result: SftResult) -> str:
-    return (
-        f"loss on {counted(result.measured_examples, 'example')}: {result.loss_before:.3f} before, "
-        f"{result.loss_after:.3f} after {counted(result.steps, 'step')} with {result.tokens:,} "
-        f"tokens in {result.seconds:.0f} s"
-    )
