@@ -20,7 +20,8 @@ from structlog.testing import capture_logs
 
 from grpo_api.app import create_app
 from grpo_api.errors import StoreUnavailable, UnsuitableRedis
-from grpo_api.store.redis import RedisLink, check_redis, layout_prefix, watch_disk
+from grpo_api.store.checks import check_redis, watch_disk
+from grpo_api.store.redis import RedisLink, layout_prefix
 from grpo_api.store.run import RunStore
 from grpo_core.redis.server import LocalRedis
 from grpo_core.redis.url import redis_password

@@ -22,7 +22,8 @@ from grpo_api.routes import admin, environments, scored_data, trainer
 from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
 from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyLimits
 from grpo_api.server import HttpServer, forward_library_logs, keep_freed_memory
-from grpo_api.store.redis import RedisLink, check_redis, watch_disk
+from grpo_api.store.checks import check_redis, watch_disk
+from grpo_api.store.redis import RedisLink
 from grpo_api.store.run import RunStore
 from grpo_core.http_connections import raise_open_files
 from grpo_core.logs import configure_logging

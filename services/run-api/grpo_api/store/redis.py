@@ -1,14 +1,14 @@
 """Sends commands and scripts to Redis, with one connection pool, one deadline and one error.
 
-Also checks Redis at the start, and warns before its disk is full. With `appendfsync always`, Redis
-ends at the first write for which the disk has no room, and after each restart again, until there is
-room. It loses nothing that it acknowledged.
+Also finds groups that Redis has lost: this process confirmed them, but Redis started without them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -30,30 +30,23 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from grpo_api.errors import StoreUnavailable, UnsuitableRedis
+from grpo_api.errors import StoreUnavailable
 from grpo_api.store.keys import RUN_KEYS
-from grpo_api.store.losses import ConfirmedGroups
-from grpo_core.alerts import REDIS_DISK_SHARE
 from grpo_core.redis.connection import client_options
 from grpo_core.redis.keys import run_prefix, served_weights_key
-from grpo_core.redis.server import APPENDFSYNC
 from grpo_core.redis.url import without_password
 
-_LAYOUT = 4
+LAYOUT = 4
 """Increases when keys or formats change that an earlier version reads, so that these never share
 keys."""
-_LATER_LAYOUTS = 10
-"""Layouts of later releases that this one looks for, so that it names a run that was begun with
-one of them."""
 _MAX_CONNECTIONS = 64
+_REMEMBERED = 100_000
+"""Groups. More than a Redis without persistence, which loses all, is likely to hold."""
 _PING_DEADLINE_S = 1.0
 _FAILOVER_RETRY_S = 0.1
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 0.5
 _UNTIL_THE_DEADLINE = -1
-POLL_S = 10.0
-_PERSISTENCE_RETRY_S = 5.0
-_NO_EVICTION = "noeviction"
 _REFUSALS = {
     "OOM": "the memory of Redis is full; acknowledge batches, or raise maxmemory",
     "MISCONF": "Redis cannot write to its disk; free disk space and read the log of Redis",
@@ -67,7 +60,7 @@ _refusal_code = re.compile(rf"(?:^|: -|\(['\"])({'|'.join(_REFUSALS)}) ").search
 _log = structlog.get_logger()
 
 
-def layout_prefix(run_id: str, layout: int = _LAYOUT) -> str:
+def layout_prefix(run_id: str, layout: int = LAYOUT) -> str:
     """The prefix of every key of run-api."""
     return f"{run_prefix(run_id)}{layout}:"
 
@@ -166,6 +159,14 @@ class RedisLink:
                 answers = await self._scripts["multi_exec"](args=words)
             return answers
 
+    async def append_only_file_bytes(self) -> int | None:
+        """None if Redis does not tell, as managed services, or has no such file."""
+        try:
+            size = (await self.call("INFO", "persistence")).get("aof_current_size")
+        except ResponseError:
+            return None
+        return None if size is None else int(size)
+
     @asynccontextmanager
     async def listening(self, channel: str) -> AsyncIterator[None]:
         """Listen to `channel` during the block, so that Redis counts one listener.
@@ -177,6 +178,57 @@ class RedisLink:
                 await pubsub.subscribe(channel)
                 await pubsub.parse_response()
             yield
+
+
+class ConfirmedGroups:
+    """The newest groups that this process confirmed to their senders, to find those that are lost.
+
+    A Redis that is killed, or that a replica replaces, may start with older data, and every
+    connection to it is new. So each new connection first compares what this process remembers with
+    what Redis had at its start. The trainer finds batches that were lost: it remembers the newest
+    one.
+
+    Args:
+        where: the Redis, for the log
+        script, keys: `compare_start.lua`
+    """
+
+    def __init__(self, where: str, script: str, keys: list[str]) -> None:
+        self._where = where
+        self._command = ("EVAL", script, len(keys), *keys, os.urandom(8).hex())
+        self._ids: deque[int] = deque(maxlen=_REMEMBERED)
+        self._redis_process = b""
+        self._unstored = 0
+
+    def note(self, last_id: int, groups: int) -> None:
+        """Remember groups with consecutive ids, which Redis has stored."""
+        self._ids.extend(range(last_id - groups + 1, last_id + 1))
+
+    async def compare(self, connection: AbstractConnection) -> None:
+        """Begin a connection. If it is the first one to another Redis process, count the groups
+        that this one lacks."""
+        await connection.on_connect()
+        process, had = await self._send(connection)
+        if process == self._redis_process:
+            return
+        lost = sum(group_id > had for group_id in self._ids)
+        self._ids.clear()
+        self._redis_process = process
+        if lost:
+            self._unstored += lost
+            _log.error(
+                "redis.lost_groups",
+                groups=lost,
+                redis=self._where,
+                hint="Redis started without groups that run-api had accepted. To lose none, run "
+                "Redis with --appendonly yes --appendfsync always",
+            )
+            await self._send(connection)
+            self._unstored = 0
+
+    async def _send(self, connection: AbstractConnection) -> Any:
+        await connection.send_command(*self._command, self._unstored)
+        return await connection.read_response()
 
 
 @asynccontextmanager
@@ -255,109 +307,3 @@ def _load_scripts(redis: Redis) -> dict[str, AsyncScript]:
         for file in folder.iterdir()
         if file.name.endswith(".lua")
     }
-
-
-async def check_redis(link: RedisLink) -> None:
-    """Log whether Redis answers, and whether it saves the run to disk, as far as it tells.
-
-    Raises:
-        UnsuitableRedis: Redis may evict keys of the run, or has the run in another layout.
-    """
-    try:
-        await link.ping()
-    except (StoreUnavailable, ResponseError) as error:
-        _log.warning(
-            "redis.unreachable",
-            redis=link.where,
-            reason=str(error),
-            hint="requests wait for Redis; start Redis, or check --redis-url",
-        )
-    memory: dict[str, Any] = await _told(link, "INFO", "memory") or {}
-    policy = memory.get("maxmemory_policy", _NO_EVICTION)
-    if policy != _NO_EVICTION:
-        raise UnsuitableRedis(
-            f"Redis at {link.where} has maxmemory-policy {policy}, so it would delete "
-            "receipts, groups or more of the run when its memory is full; set "
-            f"maxmemory-policy {_NO_EVICTION} (redis-cli CONFIG SET maxmemory-policy "
-            f"{_NO_EVICTION}, or the parameter of that name of a managed service)"
-        )
-    await _require_own_layout(link)
-    persistence: dict[str, Any] = await _told(link, "INFO", "persistence") or {}
-    match persistence.get("aof_enabled"):
-        case 1:
-            flat: list[bytes] = await _told(link, "CONFIG", "GET", "appendfsync") or []
-            appendfsync = flat[1].decode() if flat else "unknown: Redis rejects CONFIG"
-            if not flat or appendfsync == APPENDFSYNC:
-                _log.info("redis.persistent", appendfsync=appendfsync)
-            else:
-                _log.warning(
-                    "redis.may_lose_groups",
-                    appendfsync=appendfsync,
-                    hint="a Redis that is killed may lose accepted groups; start Redis with "
-                    f"--appendfsync {APPENDFSYNC}",
-                )
-        case 0:
-            _log.warning(
-                "redis.not_persistent",
-                hint="a restart of Redis loses the run; start Redis with --appendonly yes",
-            )
-
-
-async def _require_own_layout(link: RedisLink) -> None:
-    for layout in range(1, _LAYOUT + _LATER_LAYOUTS):
-        key = layout_prefix(link.run_id, layout) + "trainer"
-        if layout != _LAYOUT and await _told(link, "EXISTS", key):
-            raise UnsuitableRedis(
-                f"Redis at {link.where} has run {link.run_id} in layout {layout}, which another "
-                f"release of run-api wrote; this one has layout {_LAYOUT}. Continue the run with "
-                "that release, or start a new one with another --run-id. To delete the old run, "
-                "call GET /reset_data of that release"
-            )
-
-
-async def _told(link: RedisLink, *command: str) -> Any:
-    """The answer, however late Redis starts; None if Redis rejects the command, as managed services
-    do."""
-    while True:
-        try:
-            return await link.call(*command)
-        except ResponseError:
-            return None
-        except StoreUnavailable:
-            await asyncio.sleep(_PERSISTENCE_RETRY_S)
-
-
-async def append_only_file_bytes(link: RedisLink) -> int | None:
-    """None if Redis does not tell, as managed services, or has no such file."""
-    try:
-        size = (await link.call("INFO", "persistence")).get("aof_current_size")
-    except ResponseError:
-        return None
-    return None if size is None else int(size)
-
-
-async def watch_disk(link: RedisLink, disk_bytes: int | None, poll_s: float = POLL_S) -> None:
-    """Log a warning each time that the append-only file gets too large, until cancelled.
-
-    Args:
-        disk_bytes: that Redis' files may take; None: unknown, nothing is watched
-    """
-    if disk_bytes is None:
-        return
-    was_large = False
-    while True:
-        try:
-            held = await append_only_file_bytes(link)
-        except StoreUnavailable:
-            held = None
-        is_large = was_large if held is None else held > REDIS_DISK_SHARE * disk_bytes
-        if is_large and not was_large:
-            _log.warning(
-                "redis.disk_nearly_full",
-                append_only_file_bytes=held,
-                disk_bytes=disk_bytes,
-                hint="Redis ends when its disk is full: enlarge the disk, or lower "
-                "--max-queued-bytes and --max-leased-bytes",
-            )
-        was_large = is_large
-        await asyncio.sleep(poll_s)

@@ -21,7 +21,7 @@ from grpo_api.store.keys import RECEIPT_S, parse_kind, receipt_key
 from grpo_api.store.leases import Leases
 from grpo_api.store.payloads import PayloadStore
 from grpo_api.store.queue import GroupQueue
-from grpo_api.store.redis import RedisLink, append_only_file_bytes
+from grpo_api.store.redis import RedisLink
 from grpo_api.store.servers import ServerRecords
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
 from grpo_core.wire.run_api import (
@@ -261,7 +261,7 @@ class RunStore:
 
     async def append_only_file_bytes(self) -> int | None:
         """None if Redis does not tell."""
-        return await append_only_file_bytes(self._link)
+        return await self._link.append_only_file_bytes()
 
     async def status(self) -> RunStatus:
         stats = await self.stats()
