@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from grpo_env.sandbox.bubblewrap import usable_bubblewrap
 from grpo_env.sandbox.docker import DEFAULT_IMAGE, Docker, require_docker
@@ -56,7 +56,15 @@ def chosen_sandbox() -> Sandbox:
     return sandbox_of(os.environ.get(VARIABLE, AUTO))
 
 
-_DEFAULT = Limits()
+class RunOptions(TypedDict, total=False):
+    """As `Sandbox.run` has them."""
+
+    environment: Mapping[str, str] | None
+    directory: Path | None
+    readable: Sequence[Path]
+    limits: Limits
+
+
 _READ_PROGRAM = """
 import os, sys
 left = int(sys.argv.pop())
@@ -69,15 +77,7 @@ exec(compile(code, "<program>", "exec"))
 _LONGEST_ARGUMENT = 2**17 - 1
 
 
-async def run_python_async(
-    code: str,
-    *,
-    stdin: str = "",
-    environment: Mapping[str, str] | None = None,
-    directory: Path | None = None,
-    readable: Sequence[Path] = (),
-    limits: Limits = _DEFAULT,
-) -> Ended:
+async def run_python_async(code: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
     """Run a Python program. It has the packages of this environment. Raises `SandboxUnusable`: see
     `sandbox_of`."""
     sandbox = chosen_sandbox()
@@ -85,22 +85,11 @@ async def run_python_async(
     return await sandbox.run(
         [sandbox.python, "-c", _READ_PROGRAM, str(len(program))],
         stdin=program + stdin.encode(errors="replace"),
-        environment=environment,
-        directory=directory,
-        readable=readable,
-        limits=limits,
+        **options,
     )
 
 
-async def run_shell_async(
-    command: str,
-    *,
-    stdin: str = "",
-    environment: Mapping[str, str] | None = None,
-    directory: Path | None = None,
-    readable: Sequence[Path] = (),
-    limits: Limits = _DEFAULT,
-) -> Ended:
+async def run_shell_async(command: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
     """Run a command of the shell `sh`, without its zero bytes. Raises as `run_python_async`."""
     words = command.encode(errors="replace").replace(b"\0", b"")
     if len(words) > _LONGEST_ARGUMENT:
@@ -108,21 +97,18 @@ async def run_shell_async(
     return await chosen_sandbox().run(
         ["sh", "-c", words.decode()],
         stdin=stdin.encode(errors="replace"),
-        environment=environment,
-        directory=directory,
-        readable=readable,
-        limits=limits,
+        **options,
     )
 
 
-def run_python(code: str, **options: Any) -> Ended:
+def run_python(code: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
     """As `run_python_async`, and waits. Safe inside a running event loop, which it blocks."""
-    return _wait(run_python_async(code, **options))
+    return _wait(run_python_async(code, stdin=stdin, **options))
 
 
-def run_shell(command: str, **options: Any) -> Ended:
+def run_shell(command: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
     """As `run_shell_async`, and waits. Safe inside a running event loop, which it blocks."""
-    return _wait(run_shell_async(command, **options))
+    return _wait(run_shell_async(command, stdin=stdin, **options))
 
 
 def _wait(work: Coroutine[Any, Any, Ended]) -> Ended:

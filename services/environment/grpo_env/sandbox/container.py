@@ -148,18 +148,15 @@ class Container:
         inside = ["timeout", "--signal", "KILL", f"{seconds:g}", "bash", "-c", command]
         ended = await docker([*words, self.name, *inside], seconds + _GRACE_S, given)
         if ended.status == 1 and ended.errors.startswith(_OF_DOCKER):
-            await self._require_running()
+            # A command may write what looks like an error of Docker.
+            state = await docker(["inspect", "--format", "{{.State.Running}}", self.name])
+            if state.errors.startswith(_NO_ENGINE):
+                raise SandboxUnusable(state.errors.strip())
+            if state.output.strip() != "true":
+                raise ContainerGone(f"a command ended its container: {state.for_model()}")
         if ended.status == 128 + signal.SIGKILL and ended.seconds >= seconds:
             return replace(ended, reason="timeout")
         return ended
-
-    async def _require_running(self) -> None:
-        """A command may write what looks like an error of Docker."""
-        state = await docker(["inspect", "--format", "{{.State.Running}}", self.name])
-        if state.errors.startswith(_NO_ENGINE):
-            raise SandboxUnusable(state.errors.strip())
-        if state.output.strip() != "true":
-            raise ContainerGone(f"a command ended its container: {state.for_model()}")
 
     async def copy_in(self, directory: Path, target: str) -> None:
         """Put the files of a directory where `target` says, instead of what is there. Raises
