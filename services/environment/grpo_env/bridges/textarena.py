@@ -32,15 +32,16 @@ class TextArenaTask(EpisodeTask):
 
     def prompt(self, row: Row) -> list[Message]:
         """What the player reads first."""
-        return [*self._opening(), *_messages(self._made(row[SEED]))]
+        return [*self._opening(), *self._made(row[SEED]).read()]
 
     @asynccontextmanager
     async def episode(self, row: Row) -> AsyncIterator[_Game]:
-        yield _Game(self._made(row[SEED]), str(self.arguments["action"]))
+        yield self._made(row[SEED])
 
-    def _made(self, seed: int) -> _Played:
+    def _made(self, seed: int) -> _Game:
         try:
-            return _Played(self.name, dict(self.arguments["game"]), seed)
+            game, part = dict(self.arguments["game"]), str(self.arguments["action"])
+            return _Game(self.name, game, seed, part)
         except ImportError as error:
             raise EnvironmentUnusable(
                 f"the game {self.name} needs the module {error.name or error}, which is not "
@@ -56,8 +57,9 @@ class TextArenaTask(EpisodeTask):
             raise EnvironmentUnusable(f"the game {self.name} cannot be played: {error}") from error
 
 
-class _Played:
-    """A game with its own random numbers: TextArena draws from those of the process.
+class _Game:
+    """See `episodes.Episode`. A game with its own random numbers: TextArena draws from those of the
+    process.
 
     Its wrappers of actions stay, such as the one that adds missing brackets. Those of observations
     repeat the whole game in each turn, which the conversation already holds.
@@ -67,9 +69,13 @@ class _Played:
         TypeError: it has no such argument.
     """
 
-    def __init__(self, name: str, arguments: Mapping[str, Any], seed: int) -> None:
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, name: str, arguments: Mapping[str, Any], seed: int, part: str) -> None:
         import textarena
 
+        self._part = part
+        self._facts: Mapping[str, Any] = {}
         self._random = random.Random(seed).getstate()
         self._wrappers = []
         with self._own_numbers():
@@ -78,27 +84,34 @@ class _Played:
                 if isinstance(found, textarena.ActionWrapper):
                     self._wrappers.append(found)
                 found = found.env
-            self.game = found
-            self.game.reset(num_players=1, seed=seed)
+            self._game = found
+            self._game.reset(num_players=1, seed=seed)
 
-    def read(self) -> list[str]:
+    def read(self) -> list[Message]:
         """What the game said since it was last read, without what the player said."""
         with self._own_numbers():
-            _, new = self.game.get_observation()
-        return [str(text) for sender, text, _ in new if sender != _PLAYER]
+            _, new = self._game.get_observation()
+        said = [str(text) for sender, text, _ in new if sender != _PLAYER]
+        return [{"role": "user", "content": "\n".join(said).strip()}]
 
-    def play(self, action: str) -> bool:
-        """Whether the game has ended."""
+    async def reset(self) -> Observation:
+        return Observation(self.read())
+
+    async def act(self, answer: Answer) -> Observation:
+        action = action_text(answer, self._part)
         for wrapper in self._wrappers:
             action = wrapper.action(action)
         with self._own_numbers():
-            done, _ = self.game.step(action)
-        return bool(done)
+            done, _ = self._game.step(action)
+        if not done:
+            return Observation(self.read())
+        rewards, facts = self._game.close()
+        self._facts = facts[_PLAYER]
+        reason = str(self._facts.get("reason", ""))
+        return Observation(self.read(), float(rewards[_PLAYER]), True, reason)
 
-    def result(self) -> tuple[float, Mapping[str, Any]]:
-        """The player's reward, and what the game says about it."""
-        rewards, facts = self.game.close()
-        return float(rewards[_PLAYER]), facts[_PLAYER]
+    async def result(self) -> Result:
+        return Result({"invalid_move": float(bool(self._facts.get("invalid_move")))})
 
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
@@ -109,31 +122,3 @@ class _Played:
         finally:
             self._random = random.getstate()
             random.setstate(before)
-
-
-class _Game:
-    """See `episodes.Episode`."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-
-    def __init__(self, played: _Played, part: str) -> None:
-        self._played, self._part = played, part
-        self._facts: Mapping[str, Any] = {}
-
-    async def reset(self) -> Observation:
-        return Observation(_messages(self._played))
-
-    async def act(self, answer: Answer) -> Observation:
-        if not self._played.play(action_text(answer, self._part)):
-            return Observation(_messages(self._played))
-        reward, self._facts = self._played.result()
-        return Observation(
-            _messages(self._played), reward, True, str(self._facts.get("reason", ""))
-        )
-
-    async def result(self) -> Result:
-        return Result({"invalid_move": float(bool(self._facts.get("invalid_move")))})
-
-
-def _messages(played: _Played) -> list[Message]:
-    return [{"role": "user", "content": "\n".join(played.read()).strip()}]
