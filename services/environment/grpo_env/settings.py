@@ -23,15 +23,14 @@ class EnvServerSettings(EnvironmentOptions):
         from grpo_env.sandbox import SandboxUnusable, sandbox_of
         from grpo_env.sandbox.code import AUTO
 
-        for task in [part.task for part in self.mixture] or [self.task]:
-            if problem := problem_of(task):
-                yield Mistake("task", problem)
-        if problem := problem_of_function(self.curriculum, DEFAULT_RULE):
-            yield Mistake("curriculum", problem)
-        if self.reward and (problem := problem_of(self.reward)):
-            yield Mistake("reward", problem)
-        if self.agent and (problem := problem_of_agent(self.agent)):
-            yield Mistake("agent", problem)
+        tasks = [part.task for part in self.mixture] or [self.task]
+        named = [("task", problem_of(task)) for task in tasks]
+        named.append(("curriculum", problem_of_function(self.curriculum, DEFAULT_RULE)))
+        if self.reward:
+            named.append(("reward", problem_of(self.reward)))
+        if self.agent:
+            named.append(("agent", problem_of_agent(self.agent)))
+        yield from (Mistake(option, problem) for option, problem in named if problem)
         needs_sandbox = self.task == AGENT and self.agent_command is not None
         if needs_sandbox or self.sandbox != AUTO:  # other tasks may run no code
             try:

@@ -190,7 +190,14 @@ class Chat:
         """The arguments of `Dialogue.say`."""
         if not messages:
             raise RequestUnusable("expected at least one message")
-        _require_names(tools)
+        require_functions(tools)
+        for tool in tools:
+            name, about = tool["function"]["name"], tool["function"].get("description") or ""
+            if not (name and isinstance(name, str) and isinstance(about, str)):
+                raise RequestUnusable(
+                    "tools: expected functions with a name, and texts as name and description; got "
+                    f"{name!r} and {about!r}"
+                )
         return {
             "messages": [self._as_said(message) for message in messages],
             "tools": tools,
@@ -297,14 +304,3 @@ def require_functions(tools: Sequence[Mapping[str, Any]]) -> None:
         raise RequestUnusable(
             f"tools of the type {', '.join(others)}: only functions are supported"
         )
-
-
-def _require_names(tools: Sequence[Mapping[str, Any]]) -> None:
-    require_functions(tools)
-    for tool in tools:
-        name, description = tool["function"]["name"], tool["function"].get("description") or ""
-        if not (name and isinstance(name, str) and isinstance(description, str)):
-            raise RequestUnusable(
-                "tools: expected functions with a name, and texts as name and description; got "
-                f"{name!r} and {description!r}"
-            )

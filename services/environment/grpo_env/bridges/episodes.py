@@ -134,12 +134,11 @@ class EpisodeTask(Task):
                 shown = await episode.act(answer)
                 rewards.append(shown.reward)
                 messages = [*answer.messages, *shown.messages]
-            return self._graded(rewards, await episode.result(), shown.reason or reason)
-
-    def _graded(self, rewards: list[float], result: Result, reason: str) -> Graded:
+            result = await episode.result()
         last = (rewards or [0.0])[-1]
         parts = {**result.facts, "turns": float(len(rewards)), "last_reward": last}
-        return Graded(parts, reason, score=self.score(rewards) + result.reward)
+        score = self.score(rewards) + result.reward
+        return Graded(parts, shown.reason or reason, score=score)
 
     def _opening(self) -> list[Message]:
         prompt = self.options.system_prompt

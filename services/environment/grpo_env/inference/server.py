@@ -38,7 +38,8 @@ class PooledServer(ServerStanding):
 
     `load`: number of sequences that are being sampled; `picked_at`: rank of its newest request
     among those of the pool; `probed`: set after the first probe; `is_named`: by `--inference-url`;
-    `listed`: its entry in the newest list of run-api; `answered`: requests by policy version.
+    `listed`: its entry in the newest list of run-api; `has_left`: run-api has listed it, and lists
+    it no more; `answered`: requests by policy version.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class PooledServer(ServerStanding):
         self.listed: ListedServer | None = None
         self.answered: Counter[PolicyVersion] = Counter()
         self._newest_answer: PolicyVersion | None = None
-        self._was_listed = False
+        self.has_left = False
         self._counts = is_named
         self._generation = generation
         self._health = health
@@ -100,18 +101,13 @@ class PooledServer(ServerStanding):
         before = self.is_named, self.listed
         if listed is not None and self.listed is None:
             self._newest_answer = None  # it may have restarted
+        self.has_left = listed is None and (self.has_left or self.listed is not None)
         self.is_named, self.listed = is_named, listed
-        self._was_listed = self._was_listed or listed is not None
         if (counts := not self.has_left and not self.is_forgotten) is not self._counts:
             self._counts = counts
             version = None if self.version is None else tuple(self.version)
             log.info("server.joined" if counts else "server.left", url=self.url, version=version)
         return before != (is_named, listed)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether run-api has listed it, and lists it no more."""
-        return self._was_listed and self.listed is None
 
     @property
     def is_forgotten(self) -> bool:

@@ -115,11 +115,9 @@ class TaskCode(ClosesOnExit):
 
     def __init__(self, deadline_s: float, workers: int = 0, tasks: str = "") -> None:
         self._deadline_s = deadline_s
-        self._rewards: WorkerProcesses | None = None
-        self._tools: WorkerProcesses | None = None
-        if workers:
-            self._rewards = WorkerProcesses(tasks, workers, deadline_s)
-            self._tools = WorkerProcesses(tasks, workers, deadline_s)
+        self._rewards, self._tools = (
+            WorkerProcesses(tasks, workers, deadline_s) if workers else None for _ in range(2)
+        )
         self._threads = ThreadPool(max_workers=_THREADS)
         self._awaited: set[Future[Any]] = set()
 

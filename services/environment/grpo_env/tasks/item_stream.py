@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import structlog
@@ -117,31 +117,31 @@ class ItemStream:
 
     def graded(self, item: Item, scores: Sequence[float], step: int) -> None:
         """Note the scores of a group. Args: step: training step in which it was sampled"""
-        for part in self._weighted():
-            if part.task.name == item.task.name:
-                part.graded(item, scores, step)
+        if part := self._weighted.get(item.task.name):
+            part.graded(item, scores, step)
 
     def lost(self, item: Item) -> None:
         """Note a group that could not be graded."""
-        for part in self._weighted():
-            if part.task.name == item.task.name:
-                part.lost(item)
+        if part := self._weighted.get(item.task.name):
+            part.lost(item)
 
     def pools(self) -> Mapping[str, Mapping[str, int]]:
         """Number of items by task and pool. Empty without a rule, as the two below."""
-        return {part.task.name: part.pools() for part in self._weighted()}
+        return {name: part.pools() for name, part in self._weighted.items()}
 
     def state(self) -> Mapping[str, TaskState]:
-        return {part.task.name: part.state() for part in self._weighted()}
+        return {name: part.state() for name, part in self._weighted.items()}
 
     def restore(self, states: Mapping[str, TaskState]) -> None:
         """Go on from a saved state. Tasks that it lacks begin anew."""
-        for part in self._weighted():
-            if part.task.name in states:
-                part.restore(states[part.task.name])
+        for name, part in self._weighted.items():
+            if name in states:
+                part.restore(states[name])
 
-    def _weighted(self) -> Iterator[WeightedItems]:
-        return (part for part in self._parts if isinstance(part, WeightedItems) and part.items)
+    @property
+    def _weighted(self) -> dict[str, WeightedItems]:
+        weighted = [part for part in self._parts if isinstance(part, WeightedItems)]
+        return {part.task.name: part for part in weighted if part.items}
 
 
 class _Shuffled:
