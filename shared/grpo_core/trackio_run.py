@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grpo_core.errors import TrackioUnavailable
@@ -20,30 +19,21 @@ TRACKIO = Tool(
 )
 
 
-@dataclass(frozen=True)
-class TrackioRun:
-    """A run to open.
+def start_trackio(
+    project: str, group: str | None, config: Mapping[str, Any], *, name: str, goes_on: bool
+) -> TrackerSink:
+    """Start the child process and wait until Trackio has opened a run.
 
     Args:
+        config: the options to show
         name: of the run; a run that goes on finds its records by it
         goes_on: the run has records already, and repeats some of its steps with the same results
-        config: the options to show
-    """
-
-    project: str
-    name: str
-    group: str | None = None
-    goes_on: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-
-def start_trackio(run: TrackioRun) -> TrackerSink:
-    """Start the child process and wait until Trackio has opened a run.
 
     Raises:
         TrackioUnavailable: Trackio did not open a run.
     """
-    return TrackerSink.started(TRACKIO, asdict(run))
+    start = {"project": project, "group": group, "config": config, "name": name}
+    return TrackerSink.started(TRACKIO, start | {"goes_on": goes_on})
 
 
 class _OpenTrackio:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grpo_core.errors import WandbUnavailable
@@ -23,34 +22,32 @@ WANDB = Tool(
 )
 
 
-@dataclass(frozen=True)
-class WandbRun:
-    """A run to open. None or "": W&B chooses.
-
-    Args:
-        config: the options to show
-        one_record_per_step: False if a record's step may repeat an earlier one
-    """
-
-    project: str | None
-    group: str | None
-    name: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-    one_record_per_step: bool = True
-
-
-def start_wandb(run: WandbRun, api_key: str | None = None) -> TrackerSink:
+def start_wandb(
+    project: str | None,
+    group: str | None,
+    config: Mapping[str, Any],
+    *,
+    name: str | None = None,
+    one_record_per_step: bool = True,
+    api_key: str | None = None,
+) -> TrackerSink:
     """Start the child process and wait until W&B has opened a run.
 
-    Args: api_key: None if W&B finds a key itself
+    Args:
+        project, group, name: None or "": W&B chooses
+        config: the options to show
+        one_record_per_step: False if a record's step may repeat an earlier one
+        api_key: None if W&B finds a key itself
 
     Raises:
         WandbUnavailable: W&B did not open a run, for example because no user is logged in.
     """
     start = {
-        **asdict(run),
-        "project": run.project or None,
-        "group": run.group or None,
+        "project": project or None,
+        "group": group or None,
+        "name": name,
+        "config": config,
+        "one_record_per_step": one_record_per_step,
         "pid": os.getpid(),
         "init_timeout_s": _INIT_TIMEOUT_S,
         "finish_timeout_s": _UPLOAD_TIMEOUT_S,

@@ -12,7 +12,7 @@ import structlog
 
 from grpo_core.clients.run_api import EnvironmentClient, parse
 from grpo_core.deadline import Deadline
-from grpo_core.wandb_run import WandbRun, start_wandb
+from grpo_core.wandb_run import start_wandb
 from grpo_core.wire.fields import WireModel
 from grpo_core.wire.run_api import EnvironmentRegistration
 from grpo_env.pacing import NoTrainer
@@ -98,14 +98,14 @@ async def wandb_log(
         yield lambda _step, _fields: None
         return
     names = await api.wandb_names()
-    run = WandbRun(
-        project=names.project,
-        group=names.group,
+    with await asyncio.to_thread(
+        start_wandb,
+        names.project,
+        names.group,
+        settings.model_dump(mode="json"),
         name=membership.wandb_name,
-        config=settings.model_dump(mode="json"),
         one_record_per_step=False,  # reports come every few seconds
-    )
-    with await asyncio.to_thread(start_wandb, run) as sink:
+    ) as sink:
         yield lambda step, fields: sink.write(record(step, fields))
 
 

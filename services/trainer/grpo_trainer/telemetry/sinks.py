@@ -20,9 +20,9 @@ from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import WandbUnavailable
 from grpo_core.metrics_port import serving_metrics
 from grpo_core.tracker import TrackerSink
-from grpo_core.trackio_run import PROJECT, TrackioRun, start_trackio
+from grpo_core.trackio_run import PROJECT, start_trackio
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.wandb_run import WandbRun, start_wandb
+from grpo_core.wandb_run import start_wandb
 from grpo_trainer.atomic_files import write_whole
 from grpo_trainer.checks.findings import RangeWatch
 from grpo_trainer.errors import CheckpointNotSaved, MetricsNotWritten
@@ -129,8 +129,9 @@ def wandb_sink(settings: TrainerSettings) -> TrackerSink:
     Raises:
         WandbUnavailable: W&B cannot start, or the file with the key cannot be read.
     """
-    run = WandbRun(settings.wandb_project, settings.wandb_group, config=_options(settings))
-    return start_wandb(run, _api_key(settings.wandb_key_file))
+    key = _api_key(settings.wandb_key_file)
+    group = settings.wandb_group
+    return start_wandb(settings.wandb_project, group, _options(settings), api_key=key)
 
 
 def trackio_sink(settings: TrainerSettings, steps_taken: int) -> TrackerSink:
@@ -142,14 +143,13 @@ def trackio_sink(settings: TrainerSettings, steps_taken: int) -> TrackerSink:
     """
     directory = settings.save_path.resolve()
     name = (directory.parent if directory.name == CHECKPOINTS else directory).name
-    run = TrackioRun(
+    return start_trackio(
         settings.wandb_project or PROJECT,
-        name,
         settings.wandb_group or None,
+        _options(settings),
+        name=name,
         goes_on=steps_taken > 0,
-        config=_options(settings),
     )
-    return start_trackio(run)
 
 
 def _options(settings: TrainerSettings) -> dict[str, Any]:
