@@ -36,7 +36,7 @@ class NonFiniteLogprob(GenerationFailed):
 
 
 @dataclass
-class PartialCompletion:
+class Completion:
     """One completion while the engine samples it."""
 
     text: str = ""
@@ -85,7 +85,7 @@ class RunningRequest:
         current_version: Callable[[], PolicyVersion],
         adapter: LoadedAdapter | None = None,
     ) -> None:
-        self.completions = [PartialCompletion() for _ in range(request.sampling.n)]
+        self.completions = [Completion() for _ in range(request.sampling.n)]
         self._engine = engine
         self.request = request
         self._adapter = adapter
