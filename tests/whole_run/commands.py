@@ -49,6 +49,7 @@ class Shape:
     ranks: number of trainer processes, which torchrun starts
     as_shipped: with the deadlines that users get, and rewards in worker processes
     is_pretrained: SmolLM2 in place of the tiny model
+    in_containers: of Compose, which restarts what is killed
     queue_limit: number of groups from which on run-api delays submissions; 0: its default. The
         environment then fills the queue
     hosts: (client, server) → the host name by which this client reaches the server; else 127.0.0.1
@@ -59,6 +60,7 @@ class Shape:
     ranks: int = 1
     as_shipped: bool = False
     is_pretrained: bool = False
+    in_containers: bool = False
     queue_limit: int = 0
     hosts: Mapping[tuple[str, str], str] = field(default_factory=dict)
 

@@ -46,9 +46,9 @@ class Kill:
     always: bool = False
 
     @property
-    def test(self) -> str:
-        test = "tests/whole_run/faults/test_killed_processes.py::test_the_run_goes_on_after_a_kill"
-        return f"{test}[{self.mode}-{'+'.join(self.victims)}-{self.stage}]"
+    def case(self) -> str:
+        """Its parameter of `test_the_run_goes_on_after_a_kill`."""
+        return f"{self.mode}-{'+'.join(self.victims)}-{self.stage}"
 
     def __str__(self) -> str:
         where = WHEN[self.stage] if self.mode == SHARED else f"`{self.mode}`"

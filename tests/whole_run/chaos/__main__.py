@@ -23,10 +23,10 @@ from typing import Any
 
 from tests.whole_run.chaos.hits import HitLog, say
 from tests.whole_run.chaos.offline import OFFLINE, OfflineRun
-from tests.whole_run.chaos.queue import QueueRun
+from tests.whole_run.chaos.queue import UNDISTURBED, QueueRun
 from tests.whole_run.commands import LORA_ONLY, LORA_RESTART, SHARED, Shape
 
-QUEUE_SHAPES = {
+SHAPES = {
     "shared_vllm": Shape(SHARED, as_shipped=True),
     "lora_only": Shape(LORA_ONLY, as_shipped=True),
     "lora_restart": Shape(LORA_RESTART, as_shipped=True),
@@ -37,19 +37,16 @@ QUEUE_SHAPES = {
     "none-2-ranks": Shape("none", ranks=2, as_shipped=True),
     "none-full-queue": Shape("none", queue_limit=5, as_shipped=True),
 }
-PRETRAINED_SHAPES = {
-    f"smollm2-{mode}": Shape(mode, is_pretrained=True, as_shipped=True)
-    for mode in (SHARED, LORA_ONLY, "none")
+SHAPES_IF_NAMED = {
+    "smollm2-shared_vllm": Shape(SHARED, is_pretrained=True, as_shipped=True),
+    "smollm2-lora_only": Shape(LORA_ONLY, is_pretrained=True, as_shipped=True),
+    "smollm2-none": Shape("none", is_pretrained=True, as_shipped=True),
+    "compose-shared_vllm": Shape(SHARED, in_containers=True),
+    "compose-lora_only": Shape(LORA_ONLY, in_containers=True),
+    "compose-lora_restart": Shape(LORA_RESTART, in_containers=True),
+    "compose-none-3-servers": Shape("none", servers=3, in_containers=True),
+    UNDISTURBED: Shape(SHARED, queue_limit=5, as_shipped=True),
 }
-CONTAINER_SHAPES = {
-    "compose-shared_vllm": Shape(SHARED),
-    "compose-lora_only": Shape(LORA_ONLY),
-    "compose-lora_restart": Shape(LORA_RESTART),
-    "compose-none-3-servers": Shape("none", servers=3),
-}
-"""Only if they are named, as the pretrained ones: they need Docker."""
-UNDISTURBED_SHAPES = {"undisturbed": Shape(SHARED, queue_limit=5, as_shipped=True)}
-"""Only if it is named: no hits, for a run of many hours, which libfaketime shortens to minutes."""
 
 
 def run_shape(name: str, numbers: Iterable[int], seed: int, log: HitLog) -> None:
@@ -57,11 +54,8 @@ def run_shape(name: str, numbers: Iterable[int], seed: int, log: HitLog) -> None
     dice = random.Random(f"{seed} {name}")
     if name == OFFLINE:
         OfflineRun(dice, log).run(numbers)
-    elif name in CONTAINER_SHAPES:
-        QueueRun(name, CONTAINER_SHAPES[name], dice, log, in_containers=True).run(numbers)
     else:
-        shape = (QUEUE_SHAPES | PRETRAINED_SHAPES | UNDISTURBED_SHAPES)[name]
-        QueueRun(name, shape, dice, log, is_undisturbed=name in UNDISTURBED_SHAPES).run(numbers)
+        QueueRun(name, (SHAPES | SHAPES_IF_NAMED)[name], dice, log).run(numbers)
 
 
 def until(moment: float) -> Iterator[int]:
@@ -74,7 +68,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=1000, help="hits in all shapes together")
     parser.add_argument("--minutes", type=float, help="instead: of two shapes that the seed draws")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shapes", default=",".join((*QUEUE_SHAPES, OFFLINE)))
+    parser.add_argument("--shapes", default=",".join((*SHAPES, OFFLINE)))
     parser.add_argument("--directory", type=Path, required=True, help="a new directory")
     given: Any = parser.parse_args(words)
     shapes = given.shapes.split(",")

@@ -27,6 +27,9 @@ from tests.whole_run.rig import DEADLINE_S, Rig, server_of
 from tests.whole_run.table import victims
 from tests.whole_run.verdict import judge
 
+UNDISTURBED = "undisturbed"
+"""A shape without hits, for a run of many hours, which libfaketime shortens to minutes. Resources
+are read once a minute."""
 STOP_SHARE = 0.3
 TWO_SHARE = 0.2
 LONGEST_STOP_S = 8.0
@@ -42,24 +45,12 @@ def _whole(name: str) -> str:
 
 
 class QueueRun:
-    """Args:
-    name: of the shape, and of its directory below the log's
-    in_containers: by Compose, which restarts what is killed
-    is_undisturbed: without hits; resources are read once a minute
-    """
+    """Args: name: of the shape, and of its directory below the log's"""
 
-    def __init__(
-        self,
-        name: str,
-        shape: Shape,
-        dice: random.Random,
-        log: HitLog,
-        in_containers: bool = False,
-        is_undisturbed: bool = False,
-    ) -> None:
+    def __init__(self, name: str, shape: Shape, dice: random.Random, log: HitLog) -> None:
         self._name, self._shape, self._dice, self._log = name, shape, dice, log
-        self._in_containers, self._is_undisturbed = in_containers, is_undisturbed
-        self._deadline_s = FAST_DEADLINE_S if is_undisturbed else DEADLINE_S
+        self._is_undisturbed = name == UNDISTURBED
+        self._deadline_s = FAST_DEADLINE_S if self._is_undisturbed else DEADLINE_S
         self._place = log.directory / name
         self._servers = server_names(shape.servers)
         self._victims = victims(shape)
@@ -74,11 +65,11 @@ class QueueRun:
             for number in numbers:
                 self._log.add(hit(rig, number))
             self._drain(rig)
-        if not self._in_containers:  # Compose is asked when they are removed
+        if not self._shape.in_containers:  # Compose is asked when they are removed
             wait_for(rig.processes, lambda left: not left, self._deadline_s)
 
     def _rig(self) -> Rig:
-        if self._in_containers:
+        if self._shape.in_containers:
             return ContainerRig(self._place, self._shape)
         model = ensure_smollm2() if self._shape.is_pretrained else ensure_tiny_model()
         return Rig(Commands(self._place, model, self._shape), self._deadline_s)

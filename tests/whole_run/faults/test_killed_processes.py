@@ -31,17 +31,17 @@ NOTICED = {SERVER: (TRAINER, "server.connection_lost"), REDIS: (RUN_API, "reques
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.parametrize(
-    ("rig", "names", "stage"),
-    [
-        pytest.param(
-            kill.mode, kill.victims, kill.stage, marks=[] if kill.always else pytest.mark.full
-        )
-        for kill in sorted(KILLS, key=lambda kill: not kill.always)
-    ],
-    indirect=["rig"],
-    ids=lambda part: part if isinstance(part, str) else "+".join(part),
-)
+CASES = [
+    pytest.param(
+        *(kill.mode, kill.victims, kill.stage),
+        id=kill.case,
+        marks=() if kill.always else pytest.mark.full,
+    )
+    for kill in sorted(KILLS, key=lambda kill: not kill.always)
+]
+
+
+@pytest.mark.parametrize(("rig", "names", "stage"), CASES, indirect=["rig"])
 def test_the_run_goes_on_after_a_kill(rig: Rig, names: tuple[str, ...], stage: str) -> None:
     witness, words = NOTICED.get(names[0], (TRAINER, ""))
     with rig.held_at(stage):

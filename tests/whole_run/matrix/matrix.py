@@ -24,8 +24,10 @@ ELSEWHERE = Path(__file__).with_name("elsewhere.tsv")
 
 
 def _elsewhere() -> Iterator[Fault]:
+    test = "tests/whole_run/faults/test_killed_processes.py::test_the_run_goes_on_after_a_kill"
     for kill in KILLS:
-        yield Fault(Kind.PROCESS, str(kill), "SIGKILL", tests=(kill.test,), happens=GOES_ON)
+        tests = (f"{test}[{kill.case}]",)
+        yield Fault(Kind.PROCESS, str(kill), "SIGKILL", tests=tests, happens=GOES_ON)
     for line in ELSEWHERE.read_text().splitlines()[1:]:
         kind, name, injected, happens, error, test = line.split("\t")
         tests = (test,) if test else ()

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
 
 from grpo_core.clients.run_api import EnvironmentClient
+from grpo_core.process import ProcessFailed
 from tests.whole_run.commands import REDIS, TRAINER
 from tests.whole_run.journal import Entry, Journal, Outcome
 from tests.whole_run.soak.cluster import APIS, BATCH_SIZE, ENVIRONMENTS, SoakCommands, SoakRig
@@ -81,30 +81,29 @@ def test_every_acknowledged_group_is_trained_exactly_once(
         seed=int(os.environ.get("SOAK_SEED", "0")),
         appendfsync=os.environ.get("SOAK_APPENDFSYNC", "always"),
     )
+    hits: Counter[str] = Counter()
     with SoakRig(commands) as rig:
         rig.start(REDIS, *APIS, TRAINER, *ENVIRONMENTS)
         began = time.monotonic()
-        hits = _hit(rig, commands)
-        report: dict[str, Any] = {
-            **{"seed": commands.seed, "appendfsync": commands.appendfsync},
-            **{"seconds": round(time.monotonic() - began), "hits": hits},
-        }
-        problems = _drain(rig, commands)
-        left = {what: number for what, number in rig.counts().items() if number}
-        problems += [f"{what} is {number:g} at the end" for what, number in left.items()]
+        try:
+            _hit(rig, commands, hits)
+            problems = _drain(rig, commands)
+        except (AssertionError, ProcessFailed) as error:
+            problems = [str(error), *judge(rig.evidence())]
         counts = count(rig.evidence(), rig.journals.entries())
     problems += [f"never happened: {name}" for name in missing(counts, hits)]
-    report |= {"counts": counts, "problems": problems}
+    seconds = round(time.monotonic() - began)
+    report = {"seed": commands.seed, "appendfsync": commands.appendfsync, "seconds": seconds}
+    report |= {"hits": hits, "counts": counts, "problems": problems}
     (commands.directory / REPORT).write_text(json.dumps(report, indent=2))
     with capsys.disabled():
         sys.stdout.write(f"\n{json.dumps(report, indent=2)}\n")  # even if the soak failed
     assert not problems
 
 
-def _hit(rig: SoakRig, commands: SoakCommands) -> dict[str, int]:
-    """Run whole rounds for at least the planned time, then until no required event is missing.
-    Returns the number of hits of each kind."""
-    dice, began, hits = random.Random(commands.seed), time.monotonic(), Counter[str]()
+def _hit(rig: SoakRig, commands: SoakCommands, hits: Counter[str]) -> None:
+    """Run whole rounds for at least the planned time, then until no required event is missing."""
+    dice, began = random.Random(commands.seed), time.monotonic()
     while not hits or time.monotonic() - began < commands.seconds:
         for hit in dice.sample(HITS, len(HITS)):
             enough = len(rig.taken()) + dice.choice(BATCHES_BETWEEN)
@@ -116,7 +115,6 @@ def _hit(rig: SoakRig, commands: SoakCommands) -> dict[str, int]:
                 rig.launch(name)
             hits[hit.kind] += 1
     rig.wait_for(lambda: not missing(count(rig.evidence(), rig.journals.entries()), hits))
-    return dict(hits)
 
 
 def _end(rig: SoakRig, hit: Hit, victims: tuple[str, ...]) -> None:
@@ -140,7 +138,8 @@ def _drain(rig: SoakRig, commands: SoakCommands) -> list[str]:
     asyncio.run(_fill_up(rig, commands))
     rig.wait_for(lambda: (rest := _at_rest(rig)) and rest.queued == 0)
     rig.end(TRAINER)
-    return [*judge(before), *judge(rig.evidence(queued=0))]
+    left = [f"{what} is {n:g} at the end" for what, n in rig.counts().items() if n]
+    return [*judge(before), *judge(rig.evidence(queued=0)), *left]
 
 
 def _at_rest(rig: SoakRig) -> Evidence | None:
