@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 
 from grpo_core.provenance.batches import BATCHES
 from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.digest import file_digest, joined, root_of, tensor_digest
 from grpo_core.provenance.records import Publication
 from grpo_core.rollouts.files import file_of_step, steps_in
+from grpo_core.settings.machine import head_of
 
 STATES = "trainer_state"
 TENSORS, RECORD = "tensors.safetensors", "trainer_state.json"
@@ -25,7 +25,7 @@ _STATE = re.compile(r"\d{6,}_step_(\d+)")
 
 
 class _Held(BaseModel):
-    """A tensor in the header of a safetensors file."""
+    """A tensor in the head of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,9 +40,6 @@ class _VerifiedRecord(BaseModel):
     """The part of `trainer_state.json` that is compared."""
 
     files: dict[str, _Written]
-
-
-_HEADER: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @dataclass
@@ -100,7 +97,7 @@ def _verify_checkpoints(provenance: Provenance, found: Findings) -> None:
             continue
         try:
             found.problems += _problems_of_state(provenance, directory, line)
-        except (OSError, ValueError, KeyError, struct.error) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             found.problems.append(f"{directory}: cannot be read: {error}")
 
 
@@ -108,9 +105,8 @@ def _problems_of_state(provenance: Provenance, directory: Path, line: Publicatio
     start = provenance.start_of(line)
     path = directory / TENSORS
     size = path.stat().st_size
+    header, length = head_of(path)
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = _HEADER.validate_json(file.read(min(length, size)))
         for (name, dtype, shape), digest in zip(start.tensors, line.digests, strict=True):
             held = _Held.model_validate(header[_MASTER + name])
             begin, end = held.data_offsets
