@@ -27,20 +27,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure_logging("trainer", settings.log_level)
     with _errors_logged():
         if line.memory_plan:
-            _print_memory_plan(settings)
+            from grpo_trainer.memory_plan import memory_plan, text_of
+
+            sys.stdout.write(text_of(memory_plan(settings)))
         else:
             _train(settings, line)
 
 
-def _print_memory_plan(settings: TrainerSettings) -> None:
-    from grpo_trainer.memory_plan import memory_plan, text_of
-
-    sys.stdout.write(text_of(memory_plan(settings)))
-
-
 def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
-    if not processes.trainer_rank:
-        _warn_without_run_api(settings.run_api_url)
+    # Before the imports, which take seconds: a wrong URL shows at once.
+    if not processes.trainer_rank and (reason := does_not_answer(settings.run_api_url)):
+        structlog.get_logger().warning(
+            "service.unreachable",
+            name="run-api",
+            url=settings.run_api_url,
+            reason=reason,
+            hint="start run-api, or check --run-api-url; the trainer retries",
+        )
     stop = Stop(defers=processes.world_size == 1)
     stop.listen()
     prepare_cpu()
@@ -59,18 +62,6 @@ def _errors_logged() -> Iterator[None]:
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None
-
-
-def _warn_without_run_api(url: str) -> None:
-    """Before the imports, which take seconds: a wrong URL shows at once."""
-    if reason := does_not_answer(url):
-        structlog.get_logger().warning(
-            "service.unreachable",
-            name="run-api",
-            url=url,
-            reason=reason,
-            hint="start run-api, or check --run-api-url; the trainer retries",
-        )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ def _computed(batch: Batch, objective: Objective) -> tuple[list[float], float | 
         prior = log_likelihoods(batch) if is_prior else None
         rows = torch.tensor([not sequence.zero_advantage for sequence in batch.sequences])
         is_open = batch.in_group_order([rows])
-        weights, entropy = maxent(groups, objective, batch.trained_tokens(), is_open, prior)
+        lengths = [(micro.token_weight > 0).sum(-1).double() for micro in batch.micro_batches]
+        tokens = batch.in_group_order(lengths)
+        weights, entropy = maxent(groups, objective, tokens, is_open, prior)
         return weights.tolist(), entropy
     penalties = None
     if has_reference and objective.kl_in == "reward":

@@ -101,7 +101,9 @@ def whole_directory(target: Path) -> Iterator[Path]:
         _remove(staging)
         staging.mkdir(parents=True)
         yield staging
-        _sync_tree(staging)
+        for path in staging.rglob("*"):
+            _sync(path, os.O_RDONLY | (os.O_DIRECTORY if path.is_dir() else 0))
+        _sync_directory(staging)
         _replace(target, staging)
     except (OSError, SafetensorError) as error:
         _remove(staging)
@@ -206,12 +208,6 @@ def _log_kept(path: Path, reason: str) -> None:
         reason=reason,
         hint="training continues; remove it by hand, it only takes disk space",
     )
-
-
-def _sync_tree(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        _sync(path, os.O_RDONLY | (os.O_DIRECTORY if path.is_dir() else 0))
-    _sync_directory(directory)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -117,7 +117,10 @@ def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: Optimizer
     trained = list(trained_parameters(policy).values())
     states = (INITIAL_STATE[optimizer](p.detach()) for p in trained)
     is_one_pass = settings.gradient_accumulation_steps == 1  # several are summed in float32
-    copies = (settings.sync.mode != "shared_vllm") + _has_reference_copy(settings)
+    # Without another model, the reference model is the policy without its adapter.
+    is_other = settings.reference_model not in (None, settings.model)
+    has_reference = settings.kl_coef > 0 and (settings.lora is None or is_other)
+    copies = (settings.sync.mode != "shared_vllm") + has_reference
     return KeptBytes(
         weights=copies * sum(p.nbytes for p in policy.parameters()),
         masters=sum(p.numel() for p in trained) * MASTER_BYTES[settings.master_dtype],
@@ -147,7 +150,8 @@ def working_bytes(
     attention = (1 + results) * queries + 2 * GATHERED_KEYS * keys
     layer = int(tokens * (norms + element * (attention + 4 * mlp)))
     # Layers below the lowest trained one store nothing.
-    layers = config.num_hidden_layers - _first_trained_layer(settings)
+    chosen = settings.trained_layers if settings.lora is None else settings.lora.layers
+    layers = config.num_hidden_layers - min(chosen or (0,))
     head = _output_bytes(settings, policy, config, CHUNK_LOGITS if is_gpu else CHUNK_LOGITS_ON_CPU)
     # The head's backward pass comes first; then one layer at a time is computed again.
     recomputed = layers * tokens * element * hidden + max(head, layer)
@@ -246,7 +250,15 @@ def memory_plan(settings: TrainerSettings) -> MemoryPlan:
         PolicyMismatch: the model has no such layers or modules.
         UnusableOptimizer: --master-dtype does not fit the model's data type.
     """
-    config = _text_config(settings.model)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelNotFound(
+            f"--model {settings.model}: cannot read its config.json: {reason}"
+        ) from error
     machine = MemoryBudget.find(settings.device)
     dtype = _dtype(settings, config, machine)
     if settings.master_dtype == "bfloat16" != name_of(dtype):
@@ -274,16 +286,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _text_config(model: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model).get_text_config()
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ModelNotFound(f"--model {model}: cannot read its config.json: {reason}") from error
-
-
 def _dtype(settings: TrainerSettings, config: Any, machine: MemoryBudget) -> torch.dtype:
     """The data type of the served weights."""
     if settings.dtype != "auto":
@@ -304,17 +306,6 @@ def _untrained_policy(settings: TrainerSettings, dtype: torch.dtype) -> CausalLM
     if settings.trained_layers is not None:
         train_only(policy, settings.trained_layers)
     return policy if settings.lora is None else with_adapter(policy, settings.lora)
-
-
-def _first_trained_layer(settings: TrainerSettings) -> int:
-    layers = settings.trained_layers if settings.lora is None else settings.lora.layers
-    return min(layers or (0,))
-
-
-def _has_reference_copy(settings: TrainerSettings) -> bool:
-    """Whether the reference model is not the policy without its adapter."""
-    is_other = settings.reference_model not in (None, settings.model)
-    return settings.kl_coef > 0 and (settings.lora is None or is_other)
 
 
 def text_of(plan: MemoryPlan) -> str:

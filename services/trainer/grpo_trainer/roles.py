@@ -131,27 +131,13 @@ class Lead:
         """Record the step that began at `position`, and save what is due. Returns the position
         behind the step."""
         self.provenance.step_taken(inputs, batch, gradients, self._published)
-        self._record(position, batch, objective, gradients)
-        divergence, sequences = gradients.sums.mean("reference_kl") or 0.0, len(batch.sequences)
-        self.coefficients.observe(divergence, sequences, batch.weights_entropy, position.step)
-        # After the record: a checkpoint must not include a step that no record mentions.
-        epoch = self._published.version.epoch
-        position = Position(position.step + 1, batch.batch_id, epoch)
-        self.learner.ranks.broadcast(self.saver.is_due(position))
-        self.saver.step_taken(position)
-        return position
-
-    def _record(
-        self, at: Position, batch: Batch, objective: Objective, gradients: GradientStats
-    ) -> None:
         outcome = StepOutcome(
-            step=at.step,
-            lr=self.learner.optimizer.learning_rate(at.step),
+            trained=PolicyVersion(position.epoch, position.step),
+            lr=self.learner.optimizer.learning_rate(position.step),
             objective=objective,
             batch=batch,
             quarantined_batches=self.batches.quarantine.since_step,
             failed_checks=self.checks.failed,
-            trained=PolicyVersion(at.epoch, at.step),
             gradients=gradients,
             fresh=self._fresh,
             published=self._published,
@@ -160,6 +146,14 @@ class Lead:
         )
         self.batches.quarantine.step_taken()
         self.recorder.record(outcome)
+        divergence, sequences = gradients.sums.mean("reference_kl") or 0.0, len(batch.sequences)
+        self.coefficients.observe(divergence, sequences, batch.weights_entropy, position.step)
+        # After the record: a checkpoint must not include a step that no record mentions.
+        epoch = self._published.version.epoch
+        position = Position(position.step + 1, batch.batch_id, epoch)
+        self.learner.ranks.broadcast(self.saver.is_due(position))
+        self.saver.step_taken(position)
+        return position
 
 
 @dataclass(frozen=True)

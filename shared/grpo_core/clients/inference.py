@@ -30,6 +30,9 @@ class Completion:
 
     `token_ids` and `logprobs` have the same length [T]. `first_version` and `last_version` name the
     weights that sampled its first and last token.
+
+    Example: `Completion("7", "stop", [90, 91], [-0.4, -1.2], PolicyVersion(1, 7), PolicyVersion(1,
+    8))`. The weights were updated between its two tokens.
     """
 
     text: str
@@ -41,7 +44,15 @@ class Completion:
 
 
 class GenerateAnswer(BaseModel):
-    """The JSON answer of `POST /generate`."""
+    """The JSON answer of `POST /generate`.
+
+    Example: one completion of the prompt 5 6, of the tokens 90 and 91:
+
+        text              ["7"]          prompt            "3+4="
+        finish_reasons    ["stop"]       prompt_token_ids  [5, 6]
+        token_ids         [[90, 91]]     policy_version    [((1, 7), (1, 8))]
+        logprobs          [[[{90: -0.4}], [{91: -1.2}]]]
+    """
 
     model_config = ConfigDict(extra="ignore")
 

@@ -106,6 +106,13 @@ class FreeFormFields(WireModel):
 class ScoredGroup(FreeFormFields):
     """`POST /scored_data`: the completions of one prompt with their scores.
 
+    Example: the group above with a second completion, 92, which scored worse:
+
+        tokens              [[5, 6, 7, 90, 91], [5, 6, 7, 92]]
+        masks               [[-100, -100, -100, 90, 91], [-100, -100, -100, 92]]
+        scores              [1.0, 0.0]
+        inference_logprobs  [[1.0, 1.0, 1.0, -0.4, -1.2], [1.0, 1.0, 1.0, -0.9]]
+
     An empty optional list means "absent", because Atropos environments send empty lists. Numbers
     must be within float32's range, or finite in the free-form fields.
 

@@ -77,19 +77,16 @@ class DataChecks:
         return Distance.of(table.where(fresh_tokens(table, batch, held)))
 
     def after_update(self, optimizer: MasterOptimizer, step: int) -> None:
-        self.failed += self._log.report(_of_update(optimizer), step)
-
-
-def _of_update(optimizer: MasterOptimizer) -> Iterator[Finding]:
-    unchanged = optimizer.unchanged_fraction()
-    if unchanged > MAX_UNCHANGED:
-        yield Finding(
-            CheckName.LOST_UPDATE,
-            None,
-            f"the step left {100 * unchanged:.0f} % of the weights with a gradient as they were: "
-            "their updates were rounded away",
-            "pass --master-dtype float32, or --rounding stochastic, or raise --lr",
-        )
+        unchanged = optimizer.unchanged_fraction()
+        if unchanged > MAX_UNCHANGED:
+            lost = Finding(
+                CheckName.LOST_UPDATE,
+                None,
+                f"the step left {100 * unchanged:.0f} % of the weights with a gradient as they "
+                "were: their updates were rounded away",
+                "pass --master-dtype float32, or --rounding stochastic, or raise --lr",
+            )
+            self.failed += self._log.report([lost], step)
 
 
 class ReferenceCheck:

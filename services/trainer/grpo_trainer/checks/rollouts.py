@@ -246,6 +246,9 @@ def single_tokens(env_id: int | None, fresh: TokenTable, tolerance: float) -> It
     noise = fresh.diff.abs() * fresh.temperature.clamp(max=1.0)
     distant = fresh.where(noise > limit)
     if len(distant):
+        is_near = distant.diff.abs() <= BFLOAT16_STEP * distant.logp.abs()
+        logged = distant.behaviour_logp
+        is_rounding = bool((is_near & (rounded_to_bfloat16(logged) == logged)).all())
         yield Finding(
             CheckName.SINGLE_TOKENS,
             env_id,
@@ -253,12 +256,5 @@ def single_tokens(env_id: int | None, fresh: TokenTable, tolerance: float) -> It
             f"logprobs of {len(distant)} of them, in {len(distant.sequences())} completions, "
             f"differ from the trainer's by more than {limit:.2g}, by "
             f"{float(distant.diff.abs().max()):.2g} at most",
-            _PRECISION if _is_rounding(distant) else _TOKENS,
+            _PRECISION if is_rounding else _TOKENS,
         )
-
-
-def _is_rounding(table: TokenTable) -> bool:
-    is_near = table.diff.abs() <= BFLOAT16_STEP * table.logp.abs()
-    return bool(
-        (is_near & (rounded_to_bfloat16(table.behaviour_logp) == table.behaviour_logp)).all()
-    )

@@ -94,7 +94,13 @@ class SamplingCheck:
             return
         part = table.where(~table.above.isnan())
         place, weight = _place(part, current.step), part.diff.exp().clamp(max=MAX_WEIGHT)
-        recent = table.of_sequences(_is_recent(s.version, current) for s in batch.sequences)
+        # At most as old as the tokens that measure the movement.
+        recent = table.of_sequences(
+            s.version is not None
+            and s.version.epoch == current.epoch
+            and current.step - s.version.step <= LOOK_EVERY_STEPS
+            for s in batch.sequences
+        )
         env_ids = [sequence.group.env_id for sequence in batch.sequences]
         for env_id in dict.fromkeys(env_ids):
             mine = part.of_sequences(other == env_id for other in env_ids)
@@ -151,13 +157,6 @@ def _place(part: TokenTable, step: int) -> Tensor:
     # A generator of its own: the run's random numbers must not depend on checks.
     random = torch.rand(len(part), generator=torch.Generator().manual_seed(step))
     return part.above + random * part.logp.exp()
-
-
-def _is_recent(version: PolicyVersion | None, current: PolicyVersion) -> bool:
-    """Whether the version is at most as old as the tokens that measure the movement."""
-    if version is None or version.epoch != current.epoch:
-        return False
-    return current.step - version.step <= LOOK_EVERY_STEPS
 
 
 def _end_sums(place: Tensor, weight: Tensor) -> Tensor:

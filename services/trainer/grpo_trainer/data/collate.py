@@ -7,7 +7,7 @@ Legend: B sequences of a micro-batch, T positions after the causal shift (longes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -21,7 +21,7 @@ from grpo_core.tree.objectives import AggregationName, Objective
 from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.groups import Tokens, UsableSequence, common_prefix
-from grpo_trainer.data.stats import BatchStats, batch_stats
+from grpo_trainer.data.stats import data_metrics
 from grpo_trainer.ranks import Ranks
 
 KEYS_PER_TOKEN = 8
@@ -120,6 +120,8 @@ class Batch:
         sequences: of each row
         order: of each row, its number among the sequences of all groups
         groups: those that are trained on, without padding
+        tokens: of prompts and completions, without padding
+        metrics: of the groups, by name
         batch_id, received: the batch of run-api, and all its groups as received
         dropped: number of its groups that are "unusable", "stale" (both also of the batches that
             were skipped before this one) or "repeated" (trained on nevertheless)
@@ -139,7 +141,8 @@ class Batch:
     sequences: Sequence[UsableSequence] = ()
     order: Sequence[int] = ()
     groups: Sequence[ScoredGroup] = ()
-    stats: BatchStats | None = None
+    tokens: int = 0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     batch_id: int = 0
     received: Sequence[ScoredGroup] = ()
     dropped: Counter[str] = field(default_factory=Counter)
@@ -150,11 +153,6 @@ class Batch:
         """[sequences] Args: rows: [B] of each micro-batch"""
         values = torch.cat([*rows])
         return torch.empty_like(values).index_copy_(0, torch.tensor(self.order), values)
-
-    def trained_tokens(self) -> Tensor:
-        """[sequences] float64, number of trained tokens, in the order of the groups."""
-        counts = [(micro.token_weight > 0).sum(-1).double() for micro in self.micro_batches]
-        return self.in_group_order(counts)
 
 
 def broadcast_batch(batch: Batch | None, ranks: Ranks) -> Batch:
@@ -195,7 +193,8 @@ def collate(
         [sequences[i] for i in order],
         order,
         groups,
-        batch_stats(groups, seq_len),
+        sum(min(len(sequence.tokens), seq_len) for sequence in sequences),
+        data_metrics(groups, seq_len),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean, pstdev
 
@@ -11,48 +10,27 @@ from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
 
 
-@dataclass(frozen=True)
-class BatchStats:
-    """Statistics of the groups that are trained on."""
+def data_metrics(groups: Sequence[ScoredGroup], seq_len: int) -> dict[str, float | None]:
+    """By name, as in a step's record; None for what environments do not report.
 
-    tokens: int
-    """Prompt and completion tokens, without padding."""
-    reward_mean: float
-    reward_parts: dict[str, float]
-    """Mean of each part of the reward, over all graded completions of the environments that report
-    this part."""
-    reward_std_in_group: float
-    """Mean over groups of the population standard deviation of their scores."""
-    zero_variance_fraction: float
-    """Share of groups whose scores are all equal, so that they teach nothing: of all graded groups
-    if the environments count them, else of the batch."""
-    truncated_fraction: float
-    """Share of sequences that were cut to --seq-len."""
-    completion_tokens_mean: float
-    """Trained tokens per sequence, including tokens that were cut off."""
-    generation_s: float | None
-    """Mean duration of the groups' generation requests in seconds, if environments report it."""
-
-
-def batch_stats(groups: Sequence[ScoredGroup], seq_len: int) -> BatchStats:
-    """Args: seq_len: longer sequences are cut to this number of tokens."""
-    lengths = [len(tokens) for group in groups for tokens in group.tokens]
+    Args: seq_len: longer sequences are cut to this number of tokens
+    """
     facts = [RolloutFacts.of(group) for group in groups]
     seconds = [fact.generation_seconds for fact in facts if fact.generation_seconds is not None]
     samples = [fact.reward_sample for fact in facts if fact.reward_sample is not None]
     scores = [group.scores for group in groups]
-    return BatchStats(
-        tokens=sum(min(length, seq_len) for length in lengths),
-        reward_mean=_reward_mean(samples, scores),
-        reward_parts=_reward_parts(samples),
-        reward_std_in_group=fmean(pstdev(s) for s in scores),
-        zero_variance_fraction=_zero_variance_fraction(samples, scores),
-        truncated_fraction=fmean(length > seq_len for length in lengths),
-        completion_tokens_mean=fmean(
-            len(masks) - masks.count(MASKED) for group in groups for masks in group.masks
+    lengths = [len(masks) - masks.count(MASKED) for group in groups for masks in group.masks]
+    return {
+        "reward/mean": _reward_mean(samples, scores),
+        **{f"reward/part/{name}": mean for name, mean in _reward_parts(samples).items()},
+        "reward/std_in_group": fmean(pstdev(s) for s in scores),
+        "reward/zero_variance_fraction": _zero_variance_fraction(samples, scores),
+        "rollout/generation_time": fmean(seconds) if seconds else None,
+        "rollout/completion_tokens_mean": fmean(lengths),
+        "data/truncated_fraction": fmean(
+            len(tokens) > seq_len for group in groups for tokens in group.tokens
         ),
-        generation_s=fmean(seconds) if seconds else None,
-    )
+    }
 
 
 def _reward_mean(samples: Sequence[RewardSample], scores: Sequence[Sequence[float]]) -> float:
@@ -66,6 +44,8 @@ def _reward_mean(samples: Sequence[RewardSample], scores: Sequence[Sequence[floa
 def _zero_variance_fraction(
     samples: Sequence[RewardSample], scores: Sequence[Sequence[float]]
 ) -> float:
+    """Share of groups whose scores are all equal, so that they teach nothing: of all graded groups
+    if the environments count them, else of the batch."""
     graded = [s.groups for s in samples if s.groups is not None]
     if len(graded) == len(scores):
         return sum(s.equal_groups for s in samples) / sum(graded)

@@ -19,6 +19,8 @@ from grpo_trainer.model.loading import FINAL_ADAPTER, FINAL_MODEL
 
 FILE_NAME = "benchmark.json"
 STATUS_DEADLINE_S = 5.0
+PARTS = ("step", "sync", "data_fetch", "compute")
+"""Of the times of a step that are added up."""
 _WIDTH = 70
 _GB, _MB = 1e9, 1e6
 
@@ -103,7 +105,8 @@ class RunTotals:
 
     def __init__(self) -> None:
         self._steps = self._publishes = 0
-        self._step_s = self._sync_s = self._fetch_s = self._compute_s = self._total_s = 0.0
+        self._total_s = 0.0
+        self._seconds = dict.fromkeys(PARTS, 0.0)
         self._rss_bytes = self._cuda_bytes = 0
         self._rewards: list[float | None] = []
 
@@ -111,12 +114,12 @@ class RunTotals:
         """Args: is_served: whether the step's result was published."""
         self._steps += 1
         self._publishes += is_served
-        self._step_s += record["train/step_time"]
-        self._sync_s += record["train/sync_time"]
-        self._fetch_s += record["train/data_fetch_time"]
-        self._compute_s += record["train/compute_time"]
+        for part in PARTS:
+            self._seconds[part] += record[f"train/{part}_time"]
         self._total_s = record["time_s"]
-        self._rss_bytes += resident_bytes()
+        # Resident memory of this process, as proc(5) describes it.
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        self._rss_bytes += int(pages) * os.sysconf("SC_PAGE_SIZE")
         if torch.cuda.is_available():
             self._cuda_bytes += torch.cuda.memory_allocated()
         self._rewards = [*self._rewards[:1], record.get("reward/mean")]
@@ -127,17 +130,17 @@ class RunTotals:
         def total(counts: Iterable[int]) -> int | None:
             return sum(counts) if servers else None
 
-        steps, has_gpu = self._steps or 1, torch.cuda.is_available()
+        seconds, steps, has_gpu = self._seconds, self._steps or 1, torch.cuda.is_available()
         checkpoint = StateStore(save_path).newest()
         return BenchmarkSummary(
             mode=mode,
             steps=self._steps,
             total_s=self._total_s,
-            step_s_mean=self._step_s / steps,
-            sync_s_total=self._sync_s,
-            sync_s_mean=self._sync_s / self._publishes if self._publishes else None,
-            fetch_s_total=self._fetch_s,
-            compute_s_total=self._compute_s,
+            step_s_mean=seconds["step"] / steps,
+            sync_s_total=seconds["sync"],
+            sync_s_mean=seconds["sync"] / self._publishes if self._publishes else None,
+            fetch_s_total=seconds["data_fetch"],
+            compute_s_total=seconds["compute"],
             publishes=self._publishes,
             rss_bytes_mean=self._rss_bytes / steps,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -164,12 +167,6 @@ def servers_of(settings: TrainerSettings) -> list[ServerStatus]:
     url = settings.redis_url.get_secret_value()
     with VersionLog(url, settings.run_id, STATUS_DEADLINE_S) as versions:
         return versions.servers_for_report()
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process, as proc(5) describes it."""
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def directory_bytes(directory: Path) -> int | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +19,6 @@ import torch
 from grpo_core.tree.objectives import Objective
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.data.collate import Batch
-from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import MAX_LOG_RATIO
 from grpo_trainer.token_table import Distance, TokenTable
@@ -28,6 +26,7 @@ from grpo_trainer.weight_sync.base import Published
 
 Record = dict[str, float]
 
+DROPPED = ("unusable", "repeated", "stale")
 OLDEST_LAG = 4
 """Larger lags are counted together."""
 
@@ -87,10 +86,10 @@ class StepWatch:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The results of the step with index `step`, counted from 0.
+    """The results of a step.
 
     Args:
-        trained: version of the weights that computed the gradients
+        trained: version of the weights that computed the gradients; its step counts from 0
         fresh: the logprob difference over fresh tokens
         objective: with this step's coefficients
         quarantined_batches: number of batches quarantined since the previous step
@@ -98,60 +97,39 @@ class StepOutcome:
         save_s: seconds of saving since the previous step, None if nothing was saved
     """
 
-    step: int
+    trained: PolicyVersion
     lr: float
     objective: Objective
     batch: Batch
     quarantined_batches: int
     failed_checks: int
-    trained: PolicyVersion
     gradients: GradientStats
     fresh: Distance
     published: Published
     times: Record
     save_s: float | None
 
-    @property
-    def facts(self) -> BatchStats:
-        assert self.batch.stats is not None, "rank 0 records"
-        return self.batch.stats
-
 
 def step_record(outcome: StepOutcome, steps: int) -> Record:
     """The step's flat record. "step" in it counts from 1. Metrics that this step does not have are
     missing."""
     defined_or_not = {
-        "step": outcome.step + 1,
+        "step": outcome.trained.step + 1,
         "steps": steps,
         "time_s": outcome.times["time_s"],
-        **_data(outcome.facts, outcome.batch.dropped),
+        **outcome.batch.metrics,
+        **{f"data/{name}_groups": outcome.batch.dropped[name] for name in DROPPED},
         "data/quarantined_batches": outcome.quarantined_batches,
         "checks/failed": outcome.failed_checks,
         **_training(outcome),
         **_policy(outcome),
-        **_maxent(outcome),
-        **_distillation(outcome),
+        **_objective(outcome),
         **_alignment(outcome),
         **_publication(outcome),
         **_staleness(outcome),
         **dict(_by_lag(outcome)),
     }
     return {name: value for name, value in defined_or_not.items() if value is not None}
-
-
-def _data(facts: BatchStats, dropped: Counter[str]) -> dict[str, float | None]:
-    return {
-        "reward/mean": facts.reward_mean,
-        **{f"reward/part/{name}": mean for name, mean in facts.reward_parts.items()},
-        "reward/std_in_group": facts.reward_std_in_group,
-        "reward/zero_variance_fraction": facts.zero_variance_fraction,
-        "rollout/generation_time": facts.generation_s,
-        "rollout/completion_tokens_mean": facts.completion_tokens_mean,
-        "data/truncated_fraction": facts.truncated_fraction,
-        "data/unusable_groups": dropped["unusable"],
-        "data/repeated_groups": dropped["repeated"],
-        "data/stale_groups": dropped["stale"],
-    }
 
 
 def _training(outcome: StepOutcome) -> dict[str, float | None]:
@@ -167,13 +145,14 @@ def _training(outcome: StepOutcome) -> dict[str, float | None]:
         "train/neg_logp": _mean(sums.negative_logp, sums.negative_tokens),
         **outcome.times,
         "train/save_time": outcome.save_s,
-        "throughput/tokens_per_s": outcome.facts.tokens / outcome.times["train/step_time"],
+        "throughput/tokens_per_s": outcome.batch.tokens / outcome.times["train/step_time"],
     }
 
 
 def _policy(outcome: StepOutcome) -> dict[str, float | None]:
     sums = outcome.gradients.sums
     has_reference = outcome.batch.micro_batches[0].reference_logp is not None
+    entropy = sums.mean("entropy")
     return {
         "grpo/mean_ratio": sums.mean("ratio"),
         "grpo/ratio_max": sums.ratio_max if sums.tokens else None,
@@ -182,7 +161,8 @@ def _policy(outcome: StepOutcome) -> dict[str, float | None]:
         "grpo/effective_sample_fraction": sums.effective_sample_fraction,
         "policy/reference_kl": sums.mean("reference_kl") if has_reference else None,
         "policy/kl_coef": outcome.objective.kl_coef if has_reference else None,
-        "policy/entropy": _unless_nan(sums.mean("entropy")),
+        # NaN if it was not computed.
+        "policy/entropy": None if entropy is None or math.isnan(entropy) else entropy,
         "logprobs/training_mean": sums.mean("logp"),
         "logprobs/training_std": sums.std("logp"),
         "logprobs/inference_mean": sums.mean("behaviour_logp"),
@@ -190,28 +170,26 @@ def _policy(outcome: StepOutcome) -> dict[str, float | None]:
     }
 
 
-def _maxent(outcome: StepOutcome) -> dict[str, float | None]:
-    entropy = outcome.batch.weights_entropy
-    tau = None if entropy is None else outcome.objective.maxent_tau
-    return {"maxent/tau": tau, "maxent/weights_entropy": entropy}
-
-
-def _distillation(outcome: StepOutcome) -> dict[str, float | None]:
-    teacher = outcome.batch.teacher
-    if teacher is None:
-        return {}
-    return {"distill/reverse_kl": teacher.reverse_kl, "distill/scored_fraction": teacher.scored}
+def _objective(outcome: StepOutcome) -> dict[str, float | None]:
+    """Of MaxEnt-GRPO and of distillation."""
+    entropy, teacher = outcome.batch.weights_entropy, outcome.batch.teacher
+    return {
+        "maxent/tau": None if entropy is None else outcome.objective.maxent_tau,
+        "maxent/weights_entropy": entropy,
+        "distill/reverse_kl": None if teacher is None else teacher.reverse_kl,
+        "distill/scored_fraction": None if teacher is None else teacher.scored,
+    }
 
 
 def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
     sums, fresh = outcome.gradients.sums, outcome.fresh
-    probe = outcome.published.alignment
+    probe, diff = outcome.published.alignment, sums.mean("diff")
     found: dict[str, float | None] = {
-        "alignment/diff_mean": sums.mean("diff"),
+        "alignment/diff_mean": diff,
         "alignment/diff_abs_mean": sums.mean("diff_abs"),
         "alignment/diff_abs_p99": outcome.gradients.tokens.diff_abs_quantile(0.99),
         "alignment/diff_max": sums.diff_max if sums.tokens else None,
-        "alignment/kl_k1": _negative(sums.mean("diff")),
+        "alignment/kl_k1": None if diff is None else -diff,
         "alignment/kl_k3": sums.mean("kl_k3"),
         "alignment/fresh_fraction": _mean(fresh.tokens, sums.tokens)
         if any(sequence.versions for sequence in outcome.batch.sequences)
@@ -283,7 +261,7 @@ def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
     versions = [version for s in sequences if (version := s.begun_by) is not None]
     bounds = [s.begun_by is not None and not s.versions for s in sequences if s.index == 0]
     epoch = outcome.published.version.epoch
-    steps = [outcome.step - version.step for version in versions if version.epoch == epoch]
+    steps = [outcome.trained.step - version.step for version in versions if version.epoch == epoch]
     found: dict[str, float | None] = {}
     if steps:
         found["staleness/mean"] = sum(steps) / len(steps)
@@ -292,15 +270,6 @@ def _staleness(outcome: StepOutcome) -> dict[str, float | None]:
         found["staleness/other_epoch_fraction"] = 1 - len(steps) / len(versions)
         found["staleness/bound_fraction"] = fmean(bounds)
     return found
-
-
-def _negative(value: float | None) -> float | None:
-    return None if value is None else -value
-
-
-def _unless_nan(value: float | None) -> float | None:
-    """None for an entropy that was not computed."""
-    return None if value is None or math.isnan(value) else value
 
 
 def _mean(total: float, count: float) -> float | None:

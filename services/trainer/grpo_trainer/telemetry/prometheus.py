@@ -91,10 +91,7 @@ class TrainerMetrics(Collector):
         for each in Stage:
             stage.add_metric([each.value], float(each is self._stage))
         yield stage
-        yield from self._of_record()
-
-    def _of_record(self) -> Iterator[Metric]:
-        """Two metrics whose names differ in special characters only are one."""
+        # Two metrics whose names differ in special characters only are one.
         shown = {
             prometheus_name(name): (name, value)
             for name, value in self._record.items()

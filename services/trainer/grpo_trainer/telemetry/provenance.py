@@ -7,7 +7,7 @@ update and before a checkpoint. A batch that cannot be written never ends the ru
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +24,6 @@ from grpo_core.provenance.records import (
     PROVENANCE,
     Code,
     Export,
-    Facts,
     Line,
     Machine,
     Parent,
@@ -65,7 +64,8 @@ class ProvenanceLog:
         self._path = settings.save_path / PROVENANCE
         self._batches = settings.save_path / BATCHES
         self._keep, self._seed = settings.keep_rollouts, settings.seed
-        self._facts = weight_facts(learner)
+        # of the whole master weights
+        self._facts = facts_of(shapes_of(learner.policy), learner.optimizer.masters[0].dtype)
         self._parent: Parent | None = None
         self._later: Build | None = None
         self._batch: Future[str | None] | None = None
@@ -244,11 +244,6 @@ def recorded_steps(save_path: Path, saved: SavedState | None) -> int | None:
     return None if runs and saved.record.run_uuid not in runs else saved.record.step
 
 
-def weight_facts(learner: Learner) -> list[Facts]:
-    """Of the whole master weights."""
-    return facts_of(shapes_of(learner.policy), learner.optimizer.masters[0].dtype)
-
-
 def step_input(learner: Learner, objective: Objective, step: int, batch_id: int) -> StepInput:
     """Call it right before the gradients of the step are computed. Args: step: steps taken"""
     scale = learner.optimizer.loss_scale
@@ -264,21 +259,16 @@ def step_input(learner: Learner, objective: Objective, step: int, batch_id: int)
 
 
 def code_of(settings: TrainerSettings) -> Code:
+    """With the files of the user's loss and advantages. Raises `FunctionUnusable`."""
     objective = settings.resolved_objective
+    pairs: Sequence[tuple[str, Any]] = ((objective.loss, LOSSES), (objective.advantage, ADVANTAGES))
+    own = {path for chosen, named in pairs if chosen not in named for path in files_of(chosen)}
     return Code(
         version=VERSION,
         trainer=source_digest("grpo_trainer"),
         core=source_digest("grpo_core"),
-        own={str(path): file_digest(path) for path in sorted(set(_own_files(objective)))},
+        own={str(path): file_digest(path) for path in sorted(own)},
     )
-
-
-def _own_files(objective: Objective) -> Iterator[Path]:
-    """Files of the user's loss and advantages. Raises `FunctionUnusable`."""
-    pairs: Sequence[tuple[str, Any]] = ((objective.loss, LOSSES), (objective.advantage, ADVANTAGES))
-    for chosen, table in pairs:
-        if chosen not in table:
-            yield from files_of(chosen)
 
 
 def machine_of(learner: Learner) -> Machine:

@@ -192,7 +192,7 @@ class Recorder:
         self._sinks.write(record)
         batch, epoch = outcome.batch, outcome.published.version.epoch
         self._sinks.write_rollouts(
-            StepRollouts(outcome.step + 1, epoch, batch, outcome.gradients.tokens)
+            StepRollouts(outcome.trained.step + 1, epoch, batch, outcome.gradients.tokens)
         )
         self._ranges.look(record)
         self._totals.add(record, outcome.published.is_served)

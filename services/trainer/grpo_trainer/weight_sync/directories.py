@@ -92,13 +92,18 @@ class VersionDirectories:
             weights.write_into(policy, directory)
             has_deltas = self._takes_deltas(policy) and self._write_deltas(directory)
             manifest = Manifest.of(directory)
-            if has_deltas and self._is_too_large(manifest):
+            one, whole = manifest.delta_bytes, manifest.full_bytes
+            is_too_large = one > LARGEST_DELTA * whole
+            is_too_large |= self._delta_bytes + one > LARGEST_DELTAS * whole
+            if has_deltas and is_too_large:
                 for name in manifest.deltas:
                     (directory / (name + DELTA_SUFFIX)).unlink()
                 manifest, has_deltas = manifest.model_copy(update={"deltas": {}}), False
             text = manifest.model_dump_json(exclude_defaults=True).encode()
             (directory / MANIFEST).write_bytes(text)
-        kind = _kind(weights.kind, has_deltas)
+        kind = VersionKind.DELTA if has_deltas else VersionKind.FULL
+        if weights.kind is WeightKind.ADAPTER:
+            kind = VersionKind.ADAPTER
         parent = version_id(self._parent) if has_deltas and self._parent else NO_PARENT
         self._parent = version
         self._deltas = self._deltas + 1 if has_deltas else 0
@@ -156,20 +161,10 @@ class VersionDirectories:
         ]
         return any(size is not None for size in sizes)
 
-    def _is_too_large(self, manifest: Manifest) -> bool:
-        one, whole = manifest.delta_bytes, manifest.full_bytes
-        return one > LARGEST_DELTA * whole or self._delta_bytes + one > LARGEST_DELTAS * whole
-
     def _versions(self) -> list[tuple[PolicyVersion, Path]]:
         if not self.root.is_dir():
             return []
         return [(v, path) for path in self.root.iterdir() if (v := _version_named(path.name))]
-
-
-def _kind(weights: WeightKind, has_deltas: bool) -> VersionKind:
-    if weights is WeightKind.ADAPTER:
-        return VersionKind.ADAPTER
-    return VersionKind.DELTA if has_deltas else VersionKind.FULL
 
 
 def _deltas(directory: Path) -> list[Path]:

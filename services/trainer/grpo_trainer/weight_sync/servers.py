@@ -187,11 +187,6 @@ def _described(server: ServerStatus) -> str:
     return f"{server.name} {server.state.value}{version}{reason}"
 
 
-def serves_now(server: ServerStatus, announced: Announcement) -> bool:
-    """Whether every request to it is answered by this version."""
-    return server.state is ServerState.SERVING and server.version == announced.version
-
-
 @dataclass(frozen=True)
 class ServedPublication:
     """`serving`: the servers that serve the version, by name. `in_use`: ids of the versions that
@@ -238,7 +233,11 @@ class Publisher:
             servers = watch.servers()
             watch.note(servers, is_up=bool(servers))
             refused = self._refused(announced, servers, refused)
-            done = {name: one for name, one in servers.items() if serves_now(one, announced)}
+            done = {  # every request to these is answered by this version
+                name: server
+                for name, server in servers.items()
+                if server.state is ServerState.SERVING and server.version == announced.version
+            }
             passed_s = watch.clock() - began
             if done and first_s is None:
                 first_s = passed_s

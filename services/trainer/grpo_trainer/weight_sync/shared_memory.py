@@ -205,7 +205,10 @@ def build_policy(model_name: str, weights: MappedWeights) -> CausalLM:
         policy.get_submodule(owner).register_parameter(leaf, nn.Parameter(view))
         del parameter
     policy.tie_weights()
-    _move_buffers(policy, weights.device)
+    # `policy.to()` would also move the views.
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(weights.device))
     check_views(policy, weights)
     built: CausalLM = policy
     return built
@@ -250,13 +253,6 @@ def check_views(policy: CausalLM, weights: MappedWeights) -> None:
             "remove the code that called .to() or share_memory_(), or replaced .data, after the "
             "policy was built"
         )
-
-
-def _move_buffers(policy: CausalLM, device: torch.device) -> None:
-    """Copy the buffers to the device. `policy.to()` would also move the views."""
-    for module in policy.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
 
 
 def _check_fit(

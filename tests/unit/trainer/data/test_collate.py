@@ -144,18 +144,20 @@ def test_facts_by_hand() -> None:
     sample = {"sum": 5.0, "count": 6, "parts": {"format": 1.5, "length": -3.0}}
     equal = group(scores=[1.0, 1.0], group_overrides={"reward_sample": sample})
     both = group(group_overrides=overrides), equal
-    facts = collated(*both, seq_len=4).stats
-    assert facts.tokens == 14
-    assert facts.truncated_fraction == 0.5
-    assert facts.generation_s == 0.5
-    assert facts.zero_variance_fraction == 0.5
-    assert facts.reward_mean == pytest.approx(8 / 10)
-    assert facts.reward_parts == pytest.approx({"format": 3.5 / 10, "length": -3 / 6})
-    assert facts.reward_std_in_group == pytest.approx((0.5 + 0.0) / 2)
-    assert facts.completion_tokens_mean == 2.0
+    batch = collated(*both, seq_len=4)
+    assert batch.tokens == 14
+    assert batch.metrics == pytest.approx(
+        {
+            **{"data/truncated_fraction": 0.5, "rollout/generation_time": 0.5},
+            **{"reward/zero_variance_fraction": 0.5, "reward/mean": 8 / 10},
+            **{"reward/part/format": 3.5 / 10, "reward/part/length": -3 / 6},
+            **{"reward/std_in_group": (0.5 + 0.0) / 2, "rollout/completion_tokens_mean": 2.0},
+        }
+    )
     for one, groups in zip(both, ({"groups": 9, "equal_groups": 8}, {"groups": 1}), strict=True):
         one.group_overrides["reward_sample"] |= groups
-    assert collated(*both).stats.zero_variance_fraction == 8 / 10, "those that were dropped count"
+    counted = collated(*both).metrics["reward/zero_variance_fraction"]
+    assert counted == 8 / 10, "those that were dropped count"
 
 
 def test_keys_with_a_foreign_meaning_are_ignored() -> None:
@@ -167,5 +169,5 @@ def test_keys_with_a_foreign_meaning_are_ignored() -> None:
     }
     batch = collated(group(group_overrides=foreign), group(scores=[1.0, 1.0]))
     assert not any(sequence.versions for sequence in batch.sequences)
-    facts = batch.stats
-    assert (facts.generation_s, facts.reward_mean) == (None, 0.75)
+    assert batch.metrics["rollout/generation_time"] is None
+    assert batch.metrics["reward/mean"] == 0.75

@@ -16,7 +16,6 @@ from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import Alignment
 from grpo_trainer.data.collate import Batch, TeacherDistance
-from grpo_trainer.data.stats import BatchStats
 from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import NO_SUMS
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
@@ -32,16 +31,11 @@ SUMS = replace(
     **{"diff": 2.0, "diff_abs": 2.4, "diff_max": 1.1, "kl_k3": 0.4},
     **{"positive_tokens": 1, "positive_logp": -0.5, "negative_tokens": 2, "negative_logp": -3.0},
 )
-FACTS = BatchStats(
-    tokens=100,
-    reward_mean=0.25,
-    reward_parts={"format": 0.75},
-    reward_std_in_group=0.5,
-    zero_variance_fraction=0.1,
-    truncated_fraction=0.2,
-    completion_tokens_mean=12.5,
-    generation_s=0.3,
-)
+DATA: dict[str, float | None] = {
+    **{"reward/mean": 0.25, "reward/part/format": 0.75, "reward/std_in_group": 0.5},
+    **{"reward/zero_variance_fraction": 0.1, "rollout/generation_time": 0.3},
+    **{"rollout/completion_tokens_mean": 12.5, "data/truncated_fraction": 0.2},
+}
 
 
 def table(diff: list[float]) -> TokenTable:
@@ -56,7 +50,7 @@ K3 = sum(math.exp(d) - 1 - d for d in DIFFERENCES) / 4
 V = PolicyVersion
 
 
-def batch_of(versions: Sequence[V], bounds: Sequence[V] = (), facts: BatchStats = FACTS) -> Batch:
+def batch_of(versions: Sequence[V], bounds: Sequence[V] = ()) -> Batch:
     """With a reference model, weights of MaxEnt-GRPO, and a teacher. Each completion is a group.
 
     Args: versions, bounds: of the completions
@@ -70,7 +64,8 @@ def batch_of(versions: Sequence[V], bounds: Sequence[V] = (), facts: BatchStats 
     return Batch(
         [replace(micro, reference_logp=micro.behaviour_logp)],
         sequences or [one],
-        stats=facts,
+        tokens=100,
+        metrics=DATA,
         dropped=Counter(unusable=3, repeated=1, stale=2),
         weights_entropy=0.7,
         teacher=TeacherDistance(0.3, 0.9),
@@ -78,13 +73,12 @@ def batch_of(versions: Sequence[V], bounds: Sequence[V] = (), facts: BatchStats 
 
 
 OUTCOME = StepOutcome(
-    step=7,
+    trained=PolicyVersion(3, 7),
     lr=1e-4,
     objective=replace(GRPO, kl_coef=0.05, maxent_tau=0.2),
     batch=batch_of([V(3, 6)]),
     quarantined_batches=0,
     failed_checks=1,
-    trained=PolicyVersion(3, 7),
     gradients=GradientStats((0.25, 0.75, -0.5), SUMS, table(DIFFERENCES), norm=1.5),
     fresh=Distance(tokens=2, mean=0.01, max=0.02, lower_bound=0.0),
     published=Published(
@@ -108,14 +102,11 @@ def test_every_value_by_hand() -> None:
     assert step_record(OUTCOME, 10) == pytest.approx(
         {
             **{"step": 8, "steps": 10, "time_s": 9.0},
-            **{"reward/mean": 0.25, "reward/std_in_group": 0.5},
-            "reward/part/format": 0.75,
+            **DATA,
             **{"maxent/tau": 0.2, "maxent/weights_entropy": 0.7},
             **{"distill/reverse_kl": 0.3, "distill/scored_fraction": 0.9},
-            **{"reward/zero_variance_fraction": 0.1},
-            **{"rollout/generation_time": 0.3, "rollout/completion_tokens_mean": 12.5},
-            **{"data/truncated_fraction": 0.2, "data/unusable_groups": 3},
-            **{"data/repeated_groups": 1, "data/stale_groups": 2, "data/quarantined_batches": 0},
+            **{"data/unusable_groups": 3, "data/repeated_groups": 1, "data/stale_groups": 2},
+            "data/quarantined_batches": 0,
             **{"checks/failed": 1},
             **{"train/loss_policy": 0.25, "train/loss_kl": 0.75, "train/loss_entropy": -0.5},
             **{"train/loss": 0.5, "train/grad_norm": 1.5, "train/lr": 1e-4},
@@ -198,7 +189,7 @@ def test_staleness_at_step_7_of_epoch_3(
 def test_undefined_values_are_absent_not_zero() -> None:
     nothing = replace(
         OUTCOME,
-        batch=batch_of([], facts=replace(FACTS, generation_s=None)),
+        batch=replace(batch_of([]), metrics=DATA | {"rollout/generation_time": None}),
         gradients=GradientStats((0.0, 0.0, 0.0), NO_SUMS, table([]), norm=1.5),
         fresh=Distance(0, 0.0, 0.0, 0.0),
         published=Published(PolicyVersion(3, 8), 0.0),
