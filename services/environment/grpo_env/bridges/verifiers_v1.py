@@ -99,15 +99,13 @@ class V1Environment(VerifiersTask):
 
         If a simulated user opens the conversation, this is what names the task.
         """
-        data = self._tasks[row["idx"]].data
-        opening: list[Message] = []
-        if data.system_prompt:
-            opening = [{"role": "system", "content": data.system_prompt}]
-        if isinstance(data.prompt, str):
-            return [*opening, {"role": "user", "content": data.prompt}]
-        if data.prompt is None:
-            return [*opening, {"role": "user", "content": self._tasks[row["idx"]].key}]
-        return [*opening, *(plain_message(message.model_dump()) for message in data.prompt)]
+        task = self._tasks[row["idx"]]
+        system, prompt = task.data.system_prompt, task.data.prompt
+        opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        if prompt is None or isinstance(prompt, str):
+            text = task.key if prompt is None else prompt
+            return [*opening, {"role": "user", "content": text}]
+        return [*opening, *(plain_message(message.model_dump()) for message in prompt)]
 
     async def run(self, row: Row, dialogue: Dialogue) -> Graded:
         """Conduct one rollout and rate it.
