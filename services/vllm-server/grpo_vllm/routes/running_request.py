@@ -37,7 +37,14 @@ class NonFiniteLogprob(GenerationFailed):
 
 @dataclass
 class Completion:
-    """One completion while the engine samples it."""
+    """One completion while the engine samples it. `logprobs`: by token, that of the sampled one first.
+
+    Example: two tokens of the answer "7", between which the weights were updated:
+
+        token_ids      [90, 91]                 text           "7"
+        logprobs       [{90: -0.4}, {91: -1.2}]
+        first_version  (1, 7)                   last_version   (1, 8)
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
