@@ -284,7 +284,7 @@ def read_summaries(path: Path) -> list[EvalSummary]:
     return [summary_of(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def summary_of(line: str, place: str) -> EvalSummary:
+def summary_of(line: str | bytes, place: str) -> EvalSummary:
     """Args: place: of the line, for the message. Raises `ResultsUnusable`."""
     return _parsed(EvalSummary, line, place)
 
@@ -298,7 +298,7 @@ def _text(path: Path) -> str:
         raise ResultsUnusable(f"{path} is no evaluation: it is not UTF-8: {error}") from error
 
 
-def _parsed(kind: type[Record], text: str, place: str) -> Record:
+def _parsed(kind: type[Record], text: str | bytes, place: str) -> Record:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:

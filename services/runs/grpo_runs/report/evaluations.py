@@ -35,8 +35,7 @@ class EvaluationsFile(FollowedFile):
 
     def read_new(self) -> list[EvalSummary]:
         """Those since the last call. Raises `ResultsUnusable`, which names the line."""
-        lines = enumerate(self.new_lines(), start=len(self.found) + 1)
-        new = [summary_of(line, f"{self.path} line {number}") for number, line in lines]
+        new = [summary_of(line, f"{self.path} line {self.number}") for line in self.read()]
         self.found += new
         return new
 
@@ -124,7 +123,7 @@ class Evaluations:
 
     @classmethod
     def read(cls, path: Path) -> Evaluations:
-        """None if there is no file. Raises `ResultsUnusable`, which names the line."""
+        """Raises `ResultsUnusable`, which names the line."""
         return cls(read_summaries(path) if path.exists() else ())
 
     @property

@@ -70,7 +70,10 @@ def watch_app(
 
     @app.get("/api/runs")
     def list_runs() -> list[dict[str, Any]]:
-        return [_listed(run) for run in runs]
+        return [
+            {"id": run.id, "name": run.name, "title": title_of(run.settings())} | run.listed()
+            for run in runs
+        ]
 
     @app.get("/api/runs/{id}")
     def about(id: str) -> dict[str, Any]:
@@ -153,11 +156,6 @@ def _points(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
         for name, value in row.values.items():
             found.setdefault(name, []).append([row.step, row.time, row.tokens, value])
     return found
-
-
-def _listed(live: LiveRun) -> dict[str, Any]:
-    about = {"id": live.id, "name": live.name, "title": title_of(live.settings())}
-    return about | live.listed()
 
 
 def _about(live: LiveRun) -> dict[str, Any]:

@@ -180,14 +180,10 @@ class ServiceFacts:
         return _view("starting", self.began or None)
 
     def _of_trainer(self) -> dict[str, Any]:
-        if self.trainer is None or self._is_of_earlier_trainer(self.trainer):
+        found, is_known = self.trainer, self.is_running or self.pids
+        if found is None or (is_known and not is_stage_of(found, self.pids)):  # before a resume
             return self._starting()
-        stage = self.trainer.stage
-        return _view(STAGES.get(stage, stage), self.trainer.since)
-
-    def _is_of_earlier_trainer(self, record: TrainerStage) -> bool:
-        """Of the run before a resume."""
-        return bool(self.is_running or self.pids) and not is_stage_of(record, self.pids)
+        return _view(STAGES.get(found.stage, found.stage), found.since)
 
     def _of_server(self, name: str) -> dict[str, Any]:
         single = len(self.servers) == 1 and name == ONE_SERVER

@@ -98,7 +98,10 @@ def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableTyp
         upper, used = Group(services, times), sum(rows)
     else:
         upper, used = _beside(services, times), max(rows)
-    alerts = [_alert(one) for one in state["alerts"]]
+    alerts = [
+        Text(f"Alert: {one['text']} {one['advice']}", "bold red", no_wrap=True, overflow="ellipsis")
+        for one in state["alerts"]
+    ]
     left = height - used - len(alerts) - HEADINGS
     some = min(FEWEST_WARNINGS, max(1, len(state["warnings"])))
     curves = curves[: max(1, left - some)]
@@ -192,11 +195,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
-
-
-def _alert(alert: Mapping[str, Any]) -> Text:
-    text = f"Alert: {alert['text']} {alert['advice']}"
-    return Text(text, "bold red", no_wrap=True, overflow="ellipsis")
 
 
 def _warnings(warnings: Sequence[Mapping[str, Any]], lines: int) -> RenderableType:
