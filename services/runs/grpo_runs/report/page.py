@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from grpo_core.errors import GrpoError, ProtocolViolation
@@ -14,7 +13,7 @@ from grpo_core.rollouts.page.encode import REWARD, Point
 from grpo_core.settings.sources import read_file
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.steps import pool_curves
-from grpo_runs.report.summary import tenth_of, warnings_text
+from grpo_runs.report.summary import ends_of, warnings_text
 from grpo_runs.run_directory import RunDirectory, options_in
 from grpo_runs.watch.logs import ServiceLogs
 from grpo_runs.watch.metrics_log import LOSS, MetricsLog
@@ -145,9 +144,6 @@ def _model(config: Mapping[str, Any]) -> str:
 
 def _change(rewards: Sequence[float]) -> str:
     """Means of the first and of the last tenth of the steps."""
-    tenth = tenth_of(len(rewards))
+    tenth, first, last = ends_of(rewards)
     steps = "step" if tenth == 1 else f"{tenth} steps"
-    return (
-        f"{fmean(rewards[:tenth]):.3f} (first {steps}) → {fmean(rewards[-tenth:]):.3f} "
-        f"(last {steps})"
-    )
+    return f"{first:.3f} (first {steps}) → {last:.3f} (last {steps})"

@@ -55,22 +55,25 @@ class Summary:
     """Requests of the trainer that a server did not answer while others served."""
 
 
-def tenth_of(steps: int) -> int:
-    """Rounded down, but at least one step."""
-    return max(1, steps // 10)
+def ends_of(rewards: Sequence[float]) -> tuple[int, float, float]:
+    """Number of steps in a tenth of the run, rounded down but at least one; and the means of the
+    first and of the last tenth."""
+    tenth = max(1, len(rewards) // 10)
+    return tenth, fmean(rewards[:tenth]), fmean(rewards[-tenth:])
 
 
 def summarise(
     records: Sequence[StepRecord], total_s: float, training_s: float, resumed_after: int = 0
 ) -> Summary:
     """Needs at least one record of a step after `resumed_after`."""
-    tenth, now = tenth_of(len(records)), records[resumed_after:]
+    tenth, first, last = ends_of([record.reward_mean for record in records])
+    now = records[resumed_after:]
     generations = [r.generation_s for r in now if r.generation_s is not None]
     return Summary(
         steps=len(records),
         tenth_steps=tenth,
-        first_reward=fmean(record.reward_mean for record in records[:tenth]),
-        last_reward=fmean(record.reward_mean for record in records[-tenth:]),
+        first_reward=first,
+        last_reward=last,
         total_s=total_s,
         training_s=training_s,
         generation_s=fmean(generations) if generations else None,
