@@ -37,7 +37,7 @@ class NonFiniteLogprob(GenerationFailed):
 
 @dataclass
 class Completion:
-    """One completion while the engine samples it. `logprobs`: by token, that of the sampled one first.
+    """One completion while the engine samples it. `logprobs`: by token, the sampled one first.
 
     Example: two tokens of the answer "7", between which the weights were updated:
 
