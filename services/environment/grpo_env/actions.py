@@ -16,7 +16,7 @@ from statistics import fmean
 import structlog
 
 from grpo_core.errors import GrpoError
-from grpo_core.rollouts.page import write_page
+from grpo_core.rollouts.page.write import write_page
 from grpo_core.rollouts.record import RolloutRecord, printable, records_of_group
 from grpo_env.assembly import TaskSet, open_engine, open_template, sampling_plan, task_code
 from grpo_env.rollout.chat_template import ChatTemplate, answered, divided

@@ -19,7 +19,7 @@ from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.evaluation.results import EvalItem, EvalResult, save
 from grpo_core.evaluation.tables import table_lines
 from grpo_core.rollouts.files import EVALUATION
-from grpo_core.rollouts.page import write_page
+from grpo_core.rollouts.page.write import write_page
 from grpo_core.rollouts.record import RolloutRecord, records_of_group
 from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion

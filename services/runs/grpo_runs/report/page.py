@@ -8,8 +8,9 @@ from typing import Any
 
 from grpo_core.errors import GrpoError, ProtocolViolation
 from grpo_core.rollouts.files import TOKENIZER, read_steps
-from grpo_core.rollouts.page import TokenTexts, write_page
 from grpo_core.rollouts.page.encode import REWARD, Point
+from grpo_core.rollouts.page.token_texts import TokenTexts
+from grpo_core.rollouts.page.write import write_page
 from grpo_core.settings.sources import read_file
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.steps import pool_curves

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from grpo_core.errors import BrokenRollouts
-from grpo_core.rollouts.page import TokenTexts, write_page
 from grpo_core.rollouts.page.encode import GroupEncoder
+from grpo_core.rollouts.page.token_texts import TokenTexts
+from grpo_core.rollouts.page.write import write_page
 from grpo_core.rollouts.record import RolloutRecord
 from tests.support.conversations import END, SPECIAL, START, TOKENIZER, conversation, group
 
