@@ -212,10 +212,11 @@ def read_variables(
     for field_, option in options.items():
         shared = command.variable(field_)
         own = shared or (command.env_prefix and f"{command.env_prefix}{field_.upper()}")
+        has_file = option.is_secret and own and environment.get(f"{own}_FILE")
         try:
             if shared and (text := environment.get(shared)):
                 given: Given | None = Given(text, shared)
-            elif own and _is_in_file(option, own, environment):
+            elif has_file and not environment.get(own):
                 given = _in_file(f"{own}_FILE", environment)
             else:
                 given = _by_name(command, option, environment)
@@ -225,11 +226,6 @@ def read_variables(
         if given is not None:
             found.values[field_] = given
     return found
-
-
-def _is_in_file(option: Option, variable: str, environment: Mapping[str, str]) -> bool:
-    has_file = environment.get(f"{variable}_FILE") and not environment.get(variable)
-    return bool(option.is_secret and has_file)
 
 
 def _in_file(variable: str, environment: Mapping[str, str]) -> Given | None:

@@ -132,10 +132,12 @@ def _unmet_conditions(recipe: TrainingRecipe) -> dict[str, str]:
     corrects = recipe["vllm_importance_sampling_correction"]
     has_cap = recipe["vllm_importance_sampling_clip_max"] is not None
     is_adaptive = recipe["kl_target"] and recipe["kl_horizon"]
+    first = recipe["init_kl_coeff"]
+    kl_coef = recipe["beta"] if first is None else first
     conditions = {
         "grpo": (not is_maxent, "MaxEnt-GRPO has no such part"),
         "maxent": (is_maxent, "only src/maxent-grpo.py uses it"),
-        "kl": (_kl_coef(recipe) > 0, "needs beta or init_kl_coeff above 0"),
+        "kl": (kl_coef > 0, "needs beta or init_kl_coeff above 0"),
         "adaptive": (is_adaptive, "needs kl_target and kl_horizon above 0"),
         "clipped": (recipe["loss_type"].lower() != "cispo", "loss_type cispo has no such bound"),
         "corrected": (corrects and has_cap, "importance ratios are not corrected"),
@@ -143,11 +145,6 @@ def _unmet_conditions(recipe: TrainingRecipe) -> dict[str, str]:
         "adapter": (recipe["use_peft"], "needs use_peft"),
     }
     return {name: reason for name, (holds, reason) in conditions.items() if not holds}
-
-
-def _kl_coef(recipe: TrainingRecipe) -> float:
-    first = recipe["init_kl_coeff"]
-    return float(recipe["beta"] if first is None else first)
 
 
 def _of_table(recipe: TrainingRecipe, unmet: Mapping[str, str]) -> Found:
