@@ -134,12 +134,13 @@ def _drain(rig: SoakRig, commands: SoakCommands) -> list[str]:
     for name in (*APIS, TRAINER, *ENVIRONMENTS):
         rig.wait_until_ready(name)
     rig.end(*ENVIRONMENTS)
-    before = rig.wait_for(lambda: _at_rest(rig))
+    if found := judge(rig.wait_for(lambda: _at_rest(rig))):
+        return found
     asyncio.run(_fill_up(rig, commands))
     rig.wait_for(lambda: (rest := _at_rest(rig)) and rest.queued == 0)
     rig.end(TRAINER)
     left = [f"{what} is {n:g} at the end" for what, n in rig.counts().items() if n]
-    return [*judge(before), *judge(rig.evidence(queued=0)), *left]
+    return [*judge(rig.evidence(queued=0)), *left]
 
 
 def _at_rest(rig: SoakRig) -> Evidence | None:
