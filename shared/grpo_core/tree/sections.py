@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel, SecretStr
-from pydantic.fields import FieldInfo
 
 from grpo_core.service_url import ServiceUrl
 from grpo_core.settings import CommandSettings, Given
@@ -65,8 +64,13 @@ def sections_of(own: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
     """The options of each section. Args: own: those that come first in it"""
     found: dict[str, tuple[str, ...]] = {}
     taken = {name for names in own.values() for name in names}
-    for section in SECTIONS:
-        more = [name for name, _ in _options_in(section) if name not in taken]
+    for section, headings in SECTIONS.items():
+        more = [
+            name
+            for service, _, title in (heading.partition(".") for heading in headings)
+            for name in VIEWS[service].command.groups[title]
+            if service_of(name) == service and name not in LEFT_OUT | taken
+        ]
         found[section] = (*own.get(section, ()), *dict.fromkeys(more))
         taken.update(more)
     return found
@@ -163,12 +167,3 @@ def _text(value: Any) -> str:
             else ",".join(map(str, parts))
         )
     return str(value)
-
-
-def _options_in(section: str) -> Iterator[tuple[str, FieldInfo]]:
-    for heading in SECTIONS[section]:
-        service, _, title = heading.partition(".")
-        view = VIEWS[service]
-        for name in view.command.groups[title]:
-            if service_of(name) == service and name not in LEFT_OUT:
-                yield name, view.model_fields[name]
