@@ -126,6 +126,7 @@ class Worker:
         self._producer = GroupProducer(settings, stream, engine, api)
         self._step, self._steps = 0, 1  # training steps that are done, and of the run
         self._warned_of = 1  # dropped groups
+        self._log_to_wandb: Log = lambda _step, _fields: None
         self._evaluation = TrainingEvaluation(
             settings,
             tasks.tasks,
@@ -134,7 +135,6 @@ class Worker:
             lambda step, found: self._log_to_wandb(step, found),
             self._producer.untrained,
         )
-        self._log_to_wandb: Log = lambda _step, _fields: None
         self._membership: Membership | None = None
         self._trainer = TrainerInfo(batch_size=-1, max_token_len=-1)
         self._prompts_fit: int | None = None  # the max_token_length that prompts were filtered for
