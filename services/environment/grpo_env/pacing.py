@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from grpo_core.errors import GrpoError, ServiceUnavailable
-from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
-from grpo_env.settings import EnvServerSettings
+from grpo_core.wire.run_api import EnvironmentStatus
 
 END_MARGIN_BATCHES = 1
 """Batches to sample beyond the last one. Groups may still be dropped, and run-api rounds the share
@@ -26,9 +25,13 @@ still be good."""
 
 def groups_to_start(
     status: EnvironmentStatus,
-    trainer: TrainerInfo,
-    settings: EnvServerSettings,
+    batch_size: int,
+    group_size: int,
     total_steps: int,
+    *,
+    max_batches_offpolicy: int,
+    max_concurrent_groups: int,
+    min_batch_allocation: float,
     in_flight: int,
     sent_since_status: int = 0,
     kept_share: float = 1.0,
@@ -37,24 +40,25 @@ def groups_to_start(
 
     Args:
         status: the answer to the latest poll
-        total_steps: the steps of the run; `settings.steps` is ignored
+        batch_size, group_size: in sequences
+        total_steps: the steps of the run
         in_flight, sent_since_status: groups of this environment that `status` does not include yet
         kept_share: the share of groups that are not dropped for equal scores
     """
-    if trainer.batch_size < 1:
+    if batch_size < 1:
         return 0  # run-api was reset, so no trainer is registered
     if status.pressure >= 1.0:
         return 0  # the queue is full, so run-api would delay submissions
 
     def groups_in(batches: int) -> int:
-        return -(-batches * trainer.batch_size // settings.group_size)
+        return -(-batches * batch_size // group_size)
 
-    fresh = settings.max_batches_offpolicy * trainer.batch_size // settings.group_size
+    fresh = max_batches_offpolicy * batch_size // group_size
     to_the_end = groups_in(total_steps - status.current_step + END_MARGIN_BATCHES)
     # At least one whole batch, or the trainer would starve.
     wanted = min(max(fresh, groups_in(1)), to_the_end)
     # Other environments may fill the queue, but every batch needs this environment's minimum share.
-    wanted_of_own = math.ceil(wanted * (settings.min_batch_allocation or 0.0))
+    wanted_of_own = math.ceil(wanted * min_batch_allocation)
     missing = max(wanted - status.queue_size, wanted_of_own - status.self_queue_size)
     missing -= sent_since_status
     # Start the replacements of dropped groups together with the others, or the trainer would wait
@@ -62,7 +66,7 @@ def groups_to_start(
     kept_share = max(kept_share, _LEAST_KEPT_SHARE)
     to_sample = round(missing / kept_share) if in_flight else math.ceil(missing / kept_share)
     # run-api lowers the weight as its queue fills. One slot is left for progress.
-    slots = max(1, int(settings.max_concurrent_groups * status.env_weight))
+    slots = max(1, int(max_concurrent_groups * status.env_weight))
     return max(0, min(to_sample, slots) - in_flight)
 
 

@@ -107,13 +107,12 @@ class Worker:
         self._settings = settings
         self._tasks = tasks
         # run-api and the pace count sequences; a rollout may have several.
-        sequences = settings.group_size * tasks.max_sequences
-        self._in_sequences = settings.model_copy(update={"group_size": sequences})
+        self._group_size = settings.group_size * tasks.max_sequences
         self._registration = EnvironmentRegistration(
             max_token_length=settings.seq_len,
             desired_name=settings.display_name,
             weight=settings.weight,
-            group_size=sequences,
+            group_size=self._group_size,
             min_batch_allocation=settings.min_batch_allocation,
         )
         self._api = api
@@ -248,12 +247,13 @@ class Worker:
 
     async def _ask_trainer_info(self) -> None:
         self._trainer = await self._api.info()
-        self._producer.counts.batch = -(-self._trainer.batch_size // self._in_sequences.group_size)
-        if 0 < self._trainer.batch_size < self._in_sequences.group_size:
+        batch_size = self._trainer.batch_size
+        self._producer.counts.batch = -(-batch_size // self._group_size)
+        if 0 < batch_size < self._group_size:
             raise GroupLargerThanBatch(
-                f"a group of {self._in_sequences.group_size} sequences is larger than the "
-                f"trainer's batch of {self._trainer.batch_size} sequences; use a smaller "
-                "--group-size, or start the trainer with a larger batch"
+                f"a group of {self._group_size} sequences is larger than the trainer's batch of "
+                f"{batch_size} sequences; use a smaller --group-size, or start the trainer with a "
+                "larger batch"
             )
 
     async def _skip_long_prompts(self) -> None:
@@ -294,9 +294,12 @@ class Worker:
         while True:
             groups = groups_to_start(
                 status,
-                self._trainer,
-                self._in_sequences,
+                self._trainer.batch_size,
+                self._group_size,
                 total_steps,
+                max_batches_offpolicy=self._settings.max_batches_offpolicy,
+                max_concurrent_groups=self._settings.max_concurrent_groups,
+                min_batch_allocation=self._settings.min_batch_allocation or 0.0,
                 in_flight=len(self._in_flight),
                 sent_since_status=self._producer.counts.groups_sent - sent_before,
                 kept_share=self._producer.counts.kept_share,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.errors import ServiceUnavailable
-from grpo_core.wire.run_api import EnvironmentStatus, TrainerInfo
+from grpo_core.wire.run_api import EnvironmentStatus
 from grpo_env.pacing import (
     EveryGroupRefused,
     FailureBudget,
@@ -23,11 +23,8 @@ from grpo_env.pacing import (
     groups_to_start,
 )
 from grpo_env.registration import ENDLESS, Membership
-from grpo_env.settings import EnvServerSettings
 
-ENV = EnvServerSettings(
-    task="arithmetic", model="m", group_size=8, max_batches_offpolicy=3, max_concurrent_groups=64
-)
+ENV = {"max_batches_offpolicy": 3, "max_concurrent_groups": 64, "min_batch_allocation": 0.0}
 STATUS = EnvironmentStatus(
     **{"current_step": 0, "queue_size": 0, "self_queue_size": 0, "max_group_size": 8},
     **{"unallocated_fraction": 1.0, "env_weight": 1.0, "pressure": 0.0},
@@ -37,9 +34,8 @@ STATUS = EnvironmentStatus(
 def decide(
     load: dict[str, Any], *, env: dict[str, Any] | None = None, batch_size: int = 64, **status: Any
 ) -> int:
-    trainer = TrainerInfo(batch_size=batch_size, max_token_len=2048)
-    settings = ENV.model_copy(update=env or {})
-    return groups_to_start(STATUS.model_copy(update=status), trainer, settings, 50, **load)
+    told = STATUS.model_copy(update=status)
+    return groups_to_start(told, batch_size, 8, 50, **(ENV | (env or {}) | load))
 
 
 QUARTER, SIX_SLOTS = {"min_batch_allocation": 0.25}, {"max_concurrent_groups": 6}
