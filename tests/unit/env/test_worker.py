@@ -184,9 +184,8 @@ async def test_dropped_groups_are_counted_and_some_are_kept_to_be_read(tmp_path:
 
     told = [line for line in logs if line["event"] == "groups.counted"][-1]
     assert told["failures"]["equal_scores"] == 12
-    # The last group may be graded, and not yet known to be sent.
-    graded = (told["groups_sent"], told["groups_sent"] + 1)
-    assert told["dropped_share"] in [pytest.approx(12 / (13 + n), abs=1e-4) for n in graded]
+    # By its own count: run-api may have the last group before the environment has the answer.
+    assert told["dropped_share"] == pytest.approx(12 / (13 + told["groups_sent"]), abs=1e-4)
     assert steps_in(tmp_path / "dropped") == [1]
     kept = [(one.group, one.index, one.score) for one in read_step(tmp_path / "dropped", 1)]
     assert kept[:3] == [(0, 0, 1), (0, 1, 1), (1, 0, 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -13,7 +13,7 @@ import structlog
 from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.run_api import QUEUE_FULL
-from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
+from grpo_core.wire.scored_group import RewardSample, RolloutFacts
 from grpo_env.pacing import FailureBudget, RefusalLimit, RewardFailures
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
@@ -225,8 +225,8 @@ class GroupProducer:
             CurriculumUnusable: the rule of the curriculum fails.
         """
         env_id, run_uuid = self._env_id, self._run_uuid  # of the run in which the sampling begins
+        draw = self._items.draw()
         try:
-            draw = self._items.draw()
             sampled = await self._engine.roll_out(draw.item, plan)
         except ServiceUnavailable as error:
             budget, why = self._inference, FailureReason.UNAVAILABLE
@@ -234,30 +234,30 @@ class GroupProducer:
                 budget, why = self._teacher, FailureReason.TEACHER_UNAVAILABLE
             budget.failed(error)
             self._items.put_back(draw)
-            self._lose(why, error)
+            self._lose(SampledGroup(), why, error)
             return
         self._inference.succeeded()
         self._note_grades(draw.item, sampled, step)
-        self._record(sampled)
-        lost = sampled.lost
-        reason = None if lost is None else lost.reason
-        if reason is FailureReason.ABORTED:
-            self._items.put_back(draw)
-        elif reason is not None:
-            self._items.used(draw)
-        if reason is FailureReason.EQUAL_SCORES and run_uuid == self._run_uuid:
-            self.untrained.drop(step + 1, sampled)
-        if reason is FailureReason.REFUSED:
-            self._generation_refusals.refused(str(lost))
-        else:
+        if (lost := sampled.lost) is None:
             self._generation_refusals.accepted()
-        if reason is FailureReason.TEACHER_REFUSED:
-            self._teacher.succeeded()
-            self._teacher_refusals.refused(str(lost))
-        if sampled.group is not None and lost is None:
             self._teacher.succeeded()
             self._teacher_refusals.accepted()
-            await self._send(sampled.group, env_id, run_uuid, draw)
+            await self._send(sampled, env_id, run_uuid, draw)
+            return
+        self._record(sampled)
+        if lost.reason is FailureReason.ABORTED:
+            self._items.put_back(draw)
+        else:
+            self._items.used(draw)
+        if lost.reason is FailureReason.EQUAL_SCORES and run_uuid == self._run_uuid:
+            self.untrained.drop(step + 1, sampled)
+        if lost.reason is FailureReason.REFUSED:
+            self._generation_refusals.refused(lost.detail)
+        else:
+            self._generation_refusals.accepted()
+        if lost.reason is FailureReason.TEACHER_REFUSED:
+            self._teacher.succeeded()
+            self._teacher_refusals.refused(lost.detail)
 
     def _note_grades(self, item: Item, sampled: SampledGroup, step: int) -> None:
         """Raises `RewardsFail`, `RolloutsFail`."""
@@ -273,7 +273,9 @@ class GroupProducer:
         elif scores:
             self._reward_failures.graded()
 
-    async def _send(self, group: ScoredGroup, env_id: int, run_uuid: str, draw: Draw) -> None:
+    async def _send(self, sampled: SampledGroup, env_id: int, run_uuid: str, draw: Draw) -> None:
+        group = sampled.group
+        assert group is not None
         rewards, self._rewards = self._rewards, RewardTotals()
         facts = RolloutFacts(reward_sample=RewardSample(**vars(rewards))).on_the_wire()
         overrides = (group.group_overrides or {}) | facts
@@ -282,7 +284,7 @@ class GroupProducer:
             await self._api.submit(group, run_uuid, self._items.positions(draw))
         except RequestRefused as error:
             self._rewards.add_totals(rewards)
-            self._lose(FailureReason.REFUSED, error)
+            self._lose(sampled, FailureReason.REFUSED, error)
             # A conflict means that run-api was reset meanwhile. The next poll detects that.
             if error.status == _CONFLICT:
                 self._items.put_back(draw)
@@ -299,15 +301,16 @@ class GroupProducer:
             else:
                 self._items.used(draw)
                 self._submissions.failed(error)
-            self._lose(FailureReason.UNDELIVERED, error)
+            self._lose(sampled, FailureReason.UNDELIVERED, error)
         else:
             self._items.used(draw)
             self._submissions.succeeded()
             self._submission_refusals.accepted()
             self.counts.groups_sent += 1
+            self._record(sampled)
 
-    def _lose(self, reason: FailureReason, error: Exception) -> None:
-        self._record(SampledGroup(lost=GroupLost(reason, str(error))))
+    def _lose(self, sampled: SampledGroup, reason: FailureReason, error: Exception) -> None:
+        self._record(replace(sampled, lost=GroupLost(reason, str(error))))
 
     def _record(self, sampled: SampledGroup) -> None:
         self.counts.record(sampled)

@@ -270,6 +270,20 @@ async def test_an_item_that_no_server_sampled_is_given_again() -> None:
     assert [[*positions.values()] for positions in sent] == [["0-0"], ["0-2"], ["0-2"]]
 
 
+async def test_a_group_that_run_api_refuses_counts_once() -> None:
+    settings = EnvServerSettings(task="arithmetic", model="m")
+    client: Any = Mock(submit=AsyncMock(side_effect=RequestRefused("no", 422)))
+    answers = iter([generate_answer(["7", "7"]), SEVEN_OR_EIGHT])
+    async with engine_on(lambda _body: (200, next(answers))) as (engine, _):
+        items = ItemStream([([item_of(Rewarded(sevens))], 1.0)], seed=0)
+        producer = GroupProducer(settings, items, engine, client)
+        await producer.produce(PLAN, 0)
+        await producer.produce(PLAN, 0)
+    assert producer.counts.kept_share == pytest.approx(2 / 3)
+    assert producer.counts.report()["failures"] == {"equal_scores": 1, "refused": 1}
+    assert producer.counts.reported["mean_reward"] == 0.75
+
+
 def test_dropped_and_lost_groups_are_told_apart() -> None:
     counts = GroupCounts()
     counts.batch = 2
