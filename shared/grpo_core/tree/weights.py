@@ -45,6 +45,11 @@ class ModeOptions(BaseModel):
 
     mode: ModeName
 
+    @property
+    def restarts_engine(self) -> bool:
+        """Whether an engine restarts on new weights."""
+        return False
+
 
 class FullModelSettings(ModeOptions):
     """The model's own weights are trained."""
@@ -173,12 +178,7 @@ class HandOffSettings(ModeOptions):
 
     @property
     def publish_every_steps(self) -> int:
-        return self.vllm_restart_interval or RESTART_EVERY_STEPS
-
-    @property
-    def restarts_engine(self) -> bool:
-        """Whether an engine restarts on new weights."""
-        return True
+        return self.vllm_restart_interval or (RESTART_EVERY_STEPS if self.restarts_engine else 1)
 
 
 class LoraOnlySettings(HandOffSettings, LoraSettings):
@@ -192,10 +192,6 @@ class LoraOnlySettings(HandOffSettings, LoraSettings):
     @property
     def publish_every_steps(self) -> int:
         return self.vllm_restart_interval or self.adapter_sync_interval
-
-    @property
-    def restarts_engine(self) -> bool:
-        return False
 
 
 class RestartSettings(HandOffSettings):
@@ -219,6 +215,10 @@ class LoraRestartSettings(RestartSettings, LoraSettings):
 
     mode: ModeName = "lora_restart"
 
+    @property
+    def restarts_engine(self) -> bool:
+        return True
+
 
 class CheckpointRestartSettings(RestartSettings, FullModelSettings):
     """The whole model is trained, and the server loads each new copy of it."""
@@ -230,10 +230,6 @@ class CheckpointRestartSettings(RestartSettings, FullModelSettings):
         "loads them, and requests in flight wait for less than a second. restart: the engine "
         "restarts, which takes seconds and pays only with a high --vllm-restart-interval",
     )
-
-    @property
-    def publish_every_steps(self) -> int:
-        return self.vllm_restart_interval or (RESTART_EVERY_STEPS if self.restarts_engine else 1)
 
     @property
     def restarts_engine(self) -> bool:
