@@ -28,119 +28,6 @@ log = structlog.get_logger()
 
 _REPORT_EVERY_S = 5.0
 _RECENT_GROUPS = 64
-
-
-@dataclass
-class RewardTotals:
-    """Rewards since the last submission, including those of dropped groups.
-
-    The mean over submitted groups alone would be biased: groups with equal scores are dropped, and
-    those are the prompts that the policy always or never solves.
-    """
-
-    sum: float = 0.0
-    count: int = 0
-    parts: Counter[str] = field(default_factory=Counter)
-    groups: int = 0
-    equal_groups: int = 0
-
-    def add(self, grades: Sequence[Grade]) -> None:
-        """Count the grades of one group."""
-        self.groups += bool(grades)
-        self.equal_groups += len({grade.score for grade in grades}) == 1
-        for grade in grades:
-            self.sum += grade.score
-            self.count += 1
-            self.parts.update(grade.parts)
-
-    def add_totals(self, others: RewardTotals) -> None:
-        self.sum += others.sum
-        self.count += others.count
-        self.parts.update(others.parts)
-        self.groups += others.groups
-        self.equal_groups += others.equal_groups
-
-
-class GroupCounts:
-    """Counts groups over the whole run, and means and rates since the last report.
-
-    `reported`: the fields of the newest report. `queued`, `batch`: groups in the queue, and those
-    that the trainer takes at once.
-    """
-
-    def __init__(self) -> None:
-        self.groups_sent = 0
-        self.reported: dict[str, Any] = {}
-        self.queued = self.batch = 0
-        self.failures: Counter[FailureReason] = Counter()
-        self._failures_before: Counter[FailureReason] = Counter()  # this batch
-        self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
-        self._reported_at = time.monotonic()
-        self._window: Counter[str] = Counter()  # since then
-        self._rewards = RewardTotals()
-
-    @property
-    def kept_share(self) -> float:
-        """Share of the recent groups that were not dropped for equal scores; 1 at the start."""
-        return (1 + sum(self._recent)) / (1 + len(self._recent))
-
-    def record(self, sampled: SampledGroup) -> None:
-        """Count one sampled group. `groups_sent` is counted separately."""
-        tokens = sampled.completion_tokens
-        self._rewards.add(sampled.grades)
-        reason = sampled.lost.reason if sampled.lost else None
-        if reason is not None:
-            self.failures[reason] += 1
-        self._recent.append(reason is not FailureReason.EQUAL_SCORES)
-        self._window.update(tokens=tokens, graded_tokens=tokens if sampled.grades else 0)
-
-    @property
-    def dropped(self) -> int:
-        return self.failures[FailureReason.EQUAL_SCORES]
-
-    def begin_batch(self) -> None:
-        self._failures_before = self.failures.copy()
-
-    @property
-    def for_batch(self) -> str:
-        """`4 of 8 groups for this batch, 204 dropped; of the newest, 98 % have equal scores`, and
-        `0 of 8 groups for this batch, 0 dropped, 6 lost`"""
-        failures = self.failures - self._failures_before
-        dropped = failures.pop(FailureReason.EQUAL_SCORES, 0)
-        told = f"{min(self.queued, self.batch)} of {self.batch} groups for this batch, "
-        told += f"{dropped} dropped" + (f", {failures.total()} lost" if failures else "")
-        equal = f"{100 * (1 - self.kept_share):.0f} % have equal scores"
-        return told if self.kept_share == 1 else f"{told}; of the newest, {equal}"
-
-    def report_if_due(self) -> dict[str, Any] | None:
-        """The fields of the next report; None if it is not due yet."""
-        is_due = time.monotonic() - self._reported_at >= _REPORT_EVERY_S
-        return self.report() if is_due else None
-
-    def report(self) -> dict[str, Any]:
-        """The fields of a report on the time since the previous one."""
-        now, window, rewards = time.monotonic(), self._window, self._rewards
-        elapsed_s = now - self._reported_at
-        self._reported_at, self._window, self._rewards = now, Counter(), RewardTotals()
-        self.reported = {
-            "groups_sent": self.groups_sent,
-            "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
-            "mean_reward": _ratio(rewards.sum, rewards.count),
-            "reward_parts": {
-                name: _ratio(total, rewards.count) for name, total in sorted(rewards.parts.items())
-            },
-            "mean_completion_tokens": _ratio(window["graded_tokens"], rewards.count),
-            "equal_scores_share": _ratio(rewards.equal_groups, rewards.groups),
-            "dropped_share": round(1 - self.kept_share, 4),
-            "tokens_per_s": round(window["tokens"] / elapsed_s, 1) if elapsed_s else None,
-        }
-        return self.reported
-
-
-def _ratio(part: float, whole: int) -> float | None:
-    return round(part / whole, 4) if whole else None
-
-
 _CONFLICT = 409
 
 
@@ -318,3 +205,114 @@ class GroupProducer:
         lost = sampled.lost
         if lost is not None and lost.reason is not FailureReason.EQUAL_SCORES:
             log.warning("group.lost", reason=lost.reason.value, detail=lost.detail)
+
+
+@dataclass
+class RewardTotals:
+    """Rewards since the last submission, including those of dropped groups.
+
+    The mean over submitted groups alone would be biased: groups with equal scores are dropped, and
+    those are the prompts that the policy always or never solves.
+    """
+
+    sum: float = 0.0
+    count: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
+    groups: int = 0
+    equal_groups: int = 0
+
+    def add(self, grades: Sequence[Grade]) -> None:
+        """Count the grades of one group."""
+        self.groups += bool(grades)
+        self.equal_groups += len({grade.score for grade in grades}) == 1
+        for grade in grades:
+            self.sum += grade.score
+            self.count += 1
+            self.parts.update(grade.parts)
+
+    def add_totals(self, others: RewardTotals) -> None:
+        self.sum += others.sum
+        self.count += others.count
+        self.parts.update(others.parts)
+        self.groups += others.groups
+        self.equal_groups += others.equal_groups
+
+
+class GroupCounts:
+    """Counts groups over the whole run, and means and rates since the last report.
+
+    `reported`: the fields of the newest report. `queued`, `batch`: groups in the queue, and those
+    that the trainer takes at once.
+    """
+
+    def __init__(self) -> None:
+        self.groups_sent = 0
+        self.reported: dict[str, Any] = {}
+        self.queued = self.batch = 0
+        self.failures: Counter[FailureReason] = Counter()
+        self._failures_before: Counter[FailureReason] = Counter()  # this batch
+        self._recent: deque[bool] = deque(maxlen=_RECENT_GROUPS)  # whether each was kept
+        self._reported_at = time.monotonic()
+        self._window: Counter[str] = Counter()  # since then
+        self._rewards = RewardTotals()
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the recent groups that were not dropped for equal scores; 1 at the start."""
+        return (1 + sum(self._recent)) / (1 + len(self._recent))
+
+    def record(self, sampled: SampledGroup) -> None:
+        """Count one sampled group. `groups_sent` is counted separately."""
+        tokens = sampled.completion_tokens
+        self._rewards.add(sampled.grades)
+        reason = sampled.lost.reason if sampled.lost else None
+        if reason is not None:
+            self.failures[reason] += 1
+        self._recent.append(reason is not FailureReason.EQUAL_SCORES)
+        self._window.update(tokens=tokens, graded_tokens=tokens if sampled.grades else 0)
+
+    @property
+    def dropped(self) -> int:
+        return self.failures[FailureReason.EQUAL_SCORES]
+
+    def begin_batch(self) -> None:
+        self._failures_before = self.failures.copy()
+
+    @property
+    def for_batch(self) -> str:
+        """`4 of 8 groups for this batch, 204 dropped; of the newest, 98 % have equal scores`, and
+        `0 of 8 groups for this batch, 0 dropped, 6 lost`"""
+        failures = self.failures - self._failures_before
+        dropped = failures.pop(FailureReason.EQUAL_SCORES, 0)
+        told = f"{min(self.queued, self.batch)} of {self.batch} groups for this batch, "
+        told += f"{dropped} dropped" + (f", {failures.total()} lost" if failures else "")
+        equal = f"{100 * (1 - self.kept_share):.0f} % have equal scores"
+        return told if self.kept_share == 1 else f"{told}; of the newest, {equal}"
+
+    def report_if_due(self) -> dict[str, Any] | None:
+        """The fields of the next report; None if it is not due yet."""
+        is_due = time.monotonic() - self._reported_at >= _REPORT_EVERY_S
+        return self.report() if is_due else None
+
+    def report(self) -> dict[str, Any]:
+        """The fields of a report on the time since the previous one."""
+        now, window, rewards = time.monotonic(), self._window, self._rewards
+        elapsed_s = now - self._reported_at
+        self._reported_at, self._window, self._rewards = now, Counter(), RewardTotals()
+        self.reported = {
+            "groups_sent": self.groups_sent,
+            "failures": {reason.value: count for reason, count in sorted(self.failures.items())},
+            "mean_reward": _ratio(rewards.sum, rewards.count),
+            "reward_parts": {
+                name: _ratio(total, rewards.count) for name, total in sorted(rewards.parts.items())
+            },
+            "mean_completion_tokens": _ratio(window["graded_tokens"], rewards.count),
+            "equal_scores_share": _ratio(rewards.equal_groups, rewards.groups),
+            "dropped_share": round(1 - self.kept_share, 4),
+            "tokens_per_s": round(window["tokens"] / elapsed_s, 1) if elapsed_s else None,
+        }
+        return self.reported
+
+
+def _ratio(part: float, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
