@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo_core.tree.weights import ModeName
+from grpo_core.tree.weights import KINDS, LoraSettings, ModeName, SyncSettings
+from grpo_core.weights.directory_checks import FINAL_ADAPTER, FINAL_MODEL
 
 
 @dataclass(frozen=True)
@@ -13,14 +14,19 @@ class Mode:
     """Properties of a weight-sync mode. Without `shares_memory` weights travel as files."""
 
     name: ModeName
-    shares_memory: bool = False
-    trains_adapter: bool = False
-    restarts_engine: bool = False
+    shares_memory: bool
+    trains_adapter: bool
+    restarts_engine: bool
+
+    @classmethod
+    def of(cls, sync: SyncSettings) -> Mode:
+        trains_adapter = isinstance(sync, LoraSettings)
+        return cls(sync.mode, not sync.uses_files, trains_adapter, sync.restarts_engine)
 
     @property
     def final_directory(self) -> str:
         """Directory of the trained weights below the save path."""
-        return "final_adapter" if self.trains_adapter else "final_model"
+        return FINAL_ADAPTER if self.trains_adapter else FINAL_MODEL
 
     @property
     def loads_adapters(self) -> bool:
@@ -50,13 +56,7 @@ class Mode:
 
 
 MODES: Mapping[ModeName, Mode] = {
-    mode.name: mode
-    for mode in (
-        Mode("shared_vllm", shares_memory=True),
-        Mode("lora_only", trains_adapter=True),
-        Mode("lora_restart", trains_adapter=True, restarts_engine=True),
-        Mode("none"),
-    )
+    mode.name: mode for mode in (Mode.of(kind()) for kind in KINDS.values())
 }
 """In mode none, the engine restarts with --publish restart."""
 

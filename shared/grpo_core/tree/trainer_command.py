@@ -36,7 +36,7 @@ from grpo_core.tree.trainer import (
     TrainerSettings,
 )
 from grpo_core.tree.weights import (
-    MODES,
+    KINDS,
     CheckpointRestartSettings,
     LoraOnlySettings,
     LoraRestartSettings,
@@ -202,17 +202,17 @@ class CommandLine(
         """Options of other modes, as command lines for the archived trainer may have them."""
         del environment
         mode = str(given["mode"].value) if "mode" in given else DEFAULT_MODE
-        if mode not in MODES:
+        if mode not in KINDS:
             return
         unused = []
-        for field in given.keys() - MODES[mode].model_fields:
-            if modes := [name for name, kind in MODES.items() if field in kind.model_fields]:
+        for field in given.keys() - KINDS[mode].model_fields:
+            if modes := [name for name, kind in KINDS.items() if field in kind.model_fields]:
                 unused.append(f"{given.pop(field).name} (only in mode {' or '.join(modes)})")
         if unused:
             yield f"ignored in mode {mode}: {', '.join(sorted(unused))}"
 
     def mistakes(self) -> Iterator[Mistake]:
-        kind = MODES[self.mode]
+        kind = KINDS[self.mode]
         both = {"adapter_sync_interval", "vllm_restart_interval"} <= self.model_fields_set
         if both and self.adapter_sync_interval != self.vllm_restart_interval:
             yield Mistake(
@@ -289,7 +289,7 @@ class CommandLine(
 
     def settings(self) -> TrainerSettings:
         """The settings of the chosen mode."""
-        return self._part(TrainerSettings, sync=self._part(MODES[self.mode]))
+        return self._part(TrainerSettings, sync=self._part(KINDS[self.mode]))
 
     def resolved(self) -> dict[str, Any]:
         return resolved(self.settings())

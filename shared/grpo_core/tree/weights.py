@@ -239,7 +239,7 @@ class CheckpointRestartSettings(RestartSettings, FullModelSettings):
 SyncSettings = (
     SharedVllmSettings | LoraOnlySettings | LoraRestartSettings | CheckpointRestartSettings
 )
-MODES: dict[str, type[SyncSettings]] = {
+KINDS: dict[str, type[SyncSettings]] = {
     kind.model_fields["mode"].default: kind
     for kind in (
         SharedVllmSettings,

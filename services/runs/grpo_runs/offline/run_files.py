@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from grpo_core.errors import problems_of
 from grpo_core.settings.sources import read_file
+from grpo_core.weights.directory_checks import FINAL_ADAPTER, FINAL_MODEL
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_runs.offline.errors import RunUnusable
 from grpo_runs.offline.keys import OfflineKeys
@@ -19,7 +20,6 @@ from grpo_runs.run_directory import RunDirectory
 from grpo_trainer.atomic_files import write_whole
 
 BEFORE = "before"
-_FINAL = ("final_model", "final_adapter")
 _EXPORTED = ("step_{}", "adapter_step_{}")
 
 
@@ -36,10 +36,8 @@ class RunFiles(RunDirectory):
     @property
     def model(self) -> Path:
         """The trained model, or its adapter."""
-        return next(
-            (found for name in _FINAL if (found := self.path / name).is_dir()),
-            self.path / _FINAL[0],
-        )
+        model, adapter = self.path / FINAL_MODEL, self.path / FINAL_ADAPTER
+        return adapter if adapter.is_dir() and not model.is_dir() else model
 
     def train(self, iteration: int) -> Path:
         return self.path / "metrics" / f"train_iter_{iteration:03}.json"

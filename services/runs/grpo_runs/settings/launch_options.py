@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,10 +27,10 @@ from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.sections import SERVER, VIEWS, names_of, sections_of
 from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_core.tree.weights import ModeName
+from grpo_core.tree.weights import KINDS, ModeName
 from grpo_runs.defaults import SIZE_NAMES, RunSizes, sizes_for
 from grpo_runs.models import A_MODEL
-from grpo_runs.modes import MODES, Mode
+from grpo_runs.modes import Mode
 
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
@@ -324,7 +323,7 @@ class LaunchOptions(
                 if name in given and given[name].name in environment:
                     del given[name]
         mode = given.setdefault("mode", Given("shared_vllm", "--mode"))
-        if str(mode.value) in MODES:
+        if str(mode.value) in KINDS:
             yield from CommandLine.drop_unused(given, environment)
 
     @property
@@ -344,9 +343,7 @@ class LaunchOptions(
 
     @property
     def weight_mode(self) -> Mode:
-        mode = MODES[self.mode]
-        restarts = mode.restarts_engine or (self.mode == "none" and self.publish == "restart")
-        return replace(mode, restarts_engine=restarts)
+        return Mode.of(self._part(KINDS[self.mode]))
 
     @property
     def weights_dtype(self) -> str:

@@ -11,6 +11,7 @@ import structlog
 
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import SERVED_KEPT
+from grpo_core.weights.directory_checks import FINAL_ADAPTER, FINAL_MODEL
 from grpo_trainer.atomic_files import remove_directory
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore, capture, checksum_of_untrained
@@ -19,12 +20,7 @@ from grpo_trainer.coefficients import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.loading import (
-    FINAL_ADAPTER,
-    FINAL_MODEL,
-    TrainedWeights,
-    model_tensors,
-)
+from grpo_trainer.model.loading import TrainedWeights, model_tensors
 from grpo_trainer.ranks import CHECKPOINT_FIRST
 
 log = structlog.get_logger()

@@ -223,10 +223,6 @@ def warn_of_slow_type(policy: CausalLM) -> None:
         )
 
 
-FINAL_MODEL = "final_model"
-FINAL_ADAPTER = "final_adapter"
-
-
 def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
     """Write weights, configuration and generation configuration in transformers' format."""
     from transformers import GenerationConfig

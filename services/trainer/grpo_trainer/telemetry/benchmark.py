@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.weights.directory_checks import FINAL_ADAPTER, FINAL_MODEL
 from grpo_core.weights.servers import ServerStatus
 from grpo_core.weights.version_log import VersionLog
 from grpo_trainer.checkpoint.store import StateStore
-from grpo_trainer.model.loading import FINAL_ADAPTER, FINAL_MODEL
 
 FILE_NAME = "benchmark.json"
 STATUS_DEADLINE_S = 5.0

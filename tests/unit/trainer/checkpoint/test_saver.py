@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
+from grpo_core.weights.directory_checks import FINAL_MODEL
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.recipe import Recipe
 from grpo_trainer.checkpoint.saver import Due, Saver, due_after
@@ -26,7 +27,6 @@ from grpo_trainer.data.batches import Position
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.model.loading import FINAL_MODEL
 from grpo_trainer.model.policy import train_only
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks import ALONE
