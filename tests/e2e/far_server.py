@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -24,73 +22,31 @@ from tests.e2e.demo_run import DEADLINE_S
 from tests.e2e.several_servers import RunningDemo, send
 from tests.support.wait import wait_for
 
-_PIECE_BYTES = 1 << 16
 _LOOK_AGAIN_S = 0.001
-_BEHIND_LINK = """
-import runpy, httpx
+BYTES_PER_S = 4e6
+"""A version of the tiny model, 4 MB, takes a second."""
+_BEHIND_LINK = f"""
+import asyncio, runpy
 from grpo_vllm.weights.fetch import HttpTransport
-init = HttpTransport.__init__
-def behind_link(self, key):
-    init(self, key)
-    self._http = httpx.AsyncClient(headers=self._http.headers, timeout=None, proxy={link!r})
-HttpTransport.__init__ = behind_link
+read = HttpTransport.read
+async def slowly(self, *asked, **further):
+    found = await read(self, *asked, **further)
+    await asyncio.sleep(len(found) / {BYTES_PER_S})
+    return found
+HttpTransport.read = slowly
 runpy.run_module("grpo_vllm", run_name="__main__")
 """
-"""The server, but with the link: weights never go through a proxy of the environment."""
-
-
-class SlowLink:
-    """An HTTP proxy. Args: bytes_per_s: of what comes back through it"""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-
-    def __enter__(self) -> SlowLink:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listening.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
-            while True:
-                client, _ = self._listening.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        """One connection, to the host that its first request names."""
-        with contextlib.suppress(OSError), client:
-            request = client.recv(_PIECE_BYTES)
-            target = urlsplit(request.split(b" ", 2)[1].decode())
-            address = (target.hostname or "", target.port or 80)
-            with socket.create_connection(address) as server:
-                server.sendall(request)
-                onwards = threading.Thread(target=_copy, args=(client, server, 0.0), daemon=True)
-                onwards.start()
-                _copy(server, client, 1 / self._bytes_per_s)
-
-
-def _copy(source: socket.socket, target: socket.socket, seconds_per_byte: float) -> None:
-    with contextlib.suppress(OSError):
-        while piece := source.recv(_PIECE_BYTES):
-            time.sleep(len(piece) * seconds_per_byte)
-            target.sendall(piece)
 
 
 class FarServer(ClosesOnExit):
-    """One more server of a run whose others see the trainer's disk. Args: link: to the trainer;
-    directory: for its files
+    """One more server of a run whose others see the trainer's disk. Args: directory: for its files
 
     `versions`: what it and the others report."""
 
     name = "far"
 
-    def __init__(self, run: RunningDemo, link: SlowLink, directory: Path) -> None:
+    def __init__(self, run: RunningDemo, directory: Path) -> None:
         self._run = run
-        self._link = link
         self._directory = directory
         directory.mkdir()
         like = run.server("server-0")
@@ -150,7 +106,7 @@ class FarServer(ClosesOnExit):
             self.name,
             self._directory / f"{self.name}-{self._starts}.log",
             *("--staging-dir", str(self._directory), *flags),
-            module=("-c", _BEHIND_LINK.format(link=self._link.url)),
+            module=("-c", _BEHIND_LINK),
             port=self._port,
             weights_dir=self._directory / "nothing",
         )

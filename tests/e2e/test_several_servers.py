@@ -15,7 +15,7 @@ import pytest
 from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_core.weights.versions import version_id
 from tests.e2e.demo_run import DEADLINE_S, NOISE
-from tests.e2e.far_server import Askers, FarServer, SlowLink
+from tests.e2e.far_server import Askers, FarServer
 from tests.e2e.several_servers import RunningDemo, recomputed, running_demo, send
 from tests.support.wait import wait_for
 
@@ -23,8 +23,6 @@ STEPS = 50
 SERVERS = ("--servers", "3", "--eval-every", "0", "--steps", str(STEPS))
 PUBLISHES_EVERY = {"none": 1, "lora_only": 1, "lora_restart": 10}
 MOVED = 100 * NOISE
-LINK_BYTES_PER_S = 4e6
-"""A version of the tiny model, 4 MB, takes a second."""
 STOPPED_S = 60.0
 ANSWERS = 20
 
@@ -93,9 +91,9 @@ def test_a_run_goes_on_while_a_server_is_lost_in_each_state(
     """A server over a slow link is killed while it fetches and while it commits a version, and
     stopped for a minute. With another data type it is refused."""
     words = ("--mode", "none", "--servers", "2", "--eval-every", "0", "--steps", "1000")
-    with running_demo(tmp_path / "run", *words) as run, SlowLink(LINK_BYTES_PER_S) as link:
+    with running_demo(tmp_path / "run", *words) as run:
         run.wait_for_step(5)
-        with FarServer(run, link, tmp_path / "far") as far:
+        with FarServer(run, tmp_path / "far") as far:
             figures = _killed(run, far, "fetching", lambda s: s.serves and bool(s.fetching))
             figures += _killed(run, far, "committing", lambda s: s.state is ServerState.COMMITTING)
             figures += _stopped(run, far)
