@@ -176,9 +176,9 @@ class InferencePool(ClosesOnAsyncExit):
             server.ask_name()
         if not unknown:
             entries |= {self._add(Place(ServiceUrl(entry.url))): entry for entry in missing}
-        changes = [server.take(server.is_named, entries.get(server)) for server in self.servers]
-        if any(changes):
-            self._standing_changed()
+        for server in self.servers:
+            server.take(server.is_named, entries.get(server))
+        self._standing_changed()
 
     def _add(self, place: Place, others: int = 0, is_named: bool = False) -> PooledServer:
         server = PooledServer(

@@ -61,7 +61,6 @@ class PooledServer(ServerStanding):
         self.answered: Counter[PolicyVersion] = Counter()
         self._newest_answer: PolicyVersion | None = None
         self.has_left = False
-        self._counts = is_named
         self._generation = generation
         self._health = health
         self._in_flight: set[asyncio.Timeout] = set()
@@ -95,19 +94,22 @@ class PooledServer(ServerStanding):
             self._health.asks_name = True
             self._probe_now.set()
 
-    def take(self, is_named: bool, listed: ListedServer | None) -> bool:
+    def take(self, is_named: bool, listed: ListedServer | None) -> None:
         """Take whether `--inference-url` names it, and its entry in the newest list of run-api;
-        None if it has none. Returns whether anything changed."""
-        before = self.is_named, self.listed
+        None if it has none."""
+        was_member = self._is_member
         if listed is not None and self.listed is None:
             self._newest_answer = None  # it may have restarted
         self.has_left = listed is None and (self.has_left or self.listed is not None)
         self.is_named, self.listed = is_named, listed
-        if (counts := not self.has_left and not self.is_forgotten) is not self._counts:
-            self._counts = counts
+        if self._is_member is not was_member:
+            event = "server.left" if was_member else "server.joined"
             version = None if self.version is None else tuple(self.version)
-            log.info("server.joined" if counts else "server.left", url=self.url, version=version)
-        return before != (is_named, listed)
+            log.info(event, url=self.url, version=version)
+
+    @property
+    def _is_member(self) -> bool:
+        return not (self.has_left or self.is_forgotten)
 
     @property
     def is_forgotten(self) -> bool:
