@@ -20,11 +20,10 @@ class ServiceUrl(str):
 
         ServiceUrl("http://me:pass@host:8000")    # is "http://host:8000"
 
-    Attributes:
-        userinfo: `me:pass`, percent-encoded; empty if the URL has none
     """
 
     userinfo: str
+    """`me:pass`, percent-encoded; empty if the URL has none."""
 
     def __new__(cls, url: str) -> ServiceUrl:
         parts = urlsplit(url)

@@ -60,7 +60,7 @@ def create_app(store: RunStore, settings: RunApiSettings, closing: asyncio.Event
         docs_url=None,
         redoc_url=None,
         openapi_url=OPENAPI_PATH,
-        # an operation id is the name of its handler
+        # An operation id is the name of its handler.
         generate_unique_id_function=lambda route: route.name,
     )
     limits = QueueLimits(settings.max_queued_groups, settings.queued_bytes_limit)
@@ -83,7 +83,7 @@ def create_app(store: RunStore, settings: RunApiSettings, closing: asyncio.Event
     app.state.services = services
     for routes in (admin, trainer, environments, scored_data):
         app.include_router(routes.router)
-    # the middleware added last is the outermost
+    # The middleware added last is the outermost.
     app.add_middleware(CompressionMiddleware)
     if settings.token is not None:
         app.add_middleware(BearerTokenGuard, token=settings.token, open_paths=OPEN_PATHS)

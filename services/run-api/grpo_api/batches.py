@@ -39,7 +39,7 @@ _UNPACKED_INLINE = 1024 * 1024
 """Bytes of JSON that take a millisecond or two. Larger groups are unpacked in a thread;
 decompression releases the interpreter lock."""
 
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 async def next_batch(
@@ -63,7 +63,7 @@ async def next_batch(
         began = time.monotonic()
         lease = await _formed(store, poll)
         if lease is not None:
-            _log.info(
+            log.info(
                 "batch.handed_out",
                 batch_id=lease.batch_id,
                 step=lease.step,
@@ -73,7 +73,7 @@ async def next_batch(
                 handed_out_before=lease.again,
             )
             return lease
-        # wait for a reason to plan again
+        # Wait for a reason to plan again.
         now = time.monotonic()
         poll_s, plan_at = max(_POLL_S, (now - began) / _PLAN_SHARE), now + _PLAN_AT_LEAST_EVERY_S
         is_changed = False
@@ -155,7 +155,7 @@ async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
     text = unpack(payload) if is_small else await run_in_threadpool(unpack, payload)
     for at in range(0, len(text), _PIECE_BYTES):
         yield text[at : at + _PIECE_BYTES]
-        # a send returns without a pause while the socket accepts data, so give others a turn
+        # A send returns without a pause while the socket accepts data, so give others a turn.
         await asyncio.sleep(0)
 
 

@@ -40,7 +40,7 @@ _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
 _TURN_S = 30.0
 """Limit on waiting for earlier large submissions; longer than one of them can take."""
 _RESTART = "run-api starts a new decoder process for the next large submission"
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def inflate_member(body: bytes, max_bytes: int) -> bytes:
     """
     inflater = isal_zlib.decompressobj(_GZIP_WINDOW_BITS)
     try:
-        # one byte more than allowed distinguishes "exactly full" from "too long"
+        # One byte more than allowed distinguishes "exactly full" from "too long".
         content: bytes = inflater.decompress(body, max_bytes + 1)
     except IsalError as error:  # type: ignore[misc]  # its type stub declares an instance
         raise _not_gzip(error) from error
@@ -194,13 +194,13 @@ class SubmissionDecoder:
                 outcome = await asyncio.to_thread(process.run, decode, body, self.max_bytes)
             is_whole = True
         except TimeoutError as error:
-            _log.warning("submission_decoder.timed_out", deadline_s=self._decoding_s, hint=_RESTART)
+            log.warning("submission_decoder.timed_out", deadline_s=self._decoding_s, hint=_RESTART)
             raise StoreUnavailable(
                 f"run-api did not finish reading this submission within {self._decoding_s:g} s; "
                 "send the same groups again"
             ) from error
         except (EOFError, OSError) as error:
-            _log.warning("submission_decoder.exited", reason=repr(error), hint=_RESTART)
+            log.warning("submission_decoder.exited", reason=repr(error), hint=_RESTART)
             raise StoreUnavailable(
                 "run-api's decoder process for large submissions exited, perhaps for lack of "
                 "memory; send the same groups again"
@@ -215,7 +215,7 @@ class _DecodeProcess:
     """Decodes the bodies that come through a pipe, until the server closes it by exiting."""
 
     def __init__(self) -> None:
-        # a fork would copy the server's sockets and event loop
+        # A fork would copy the server's sockets and event loop.
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
         self._process = context.Process(target=_decode_for_server, args=(other_end,), daemon=True)
@@ -225,7 +225,7 @@ class _DecodeProcess:
     def run(self, decode: Decode, body: RawBody, max_bytes: int) -> Submission | Refused:
         """Raises `EOFError` or `OSError` if the process has exited."""
         try:
-            # sent apart from the body: pickling the body would block the event loop up to 30 ms
+            # Sent apart from the body: pickling the body would block the event loop up to 30 ms.
             self._pipe.send((decode, body.is_gzip, max_bytes))
             self._pipe.send_bytes(body.content)
             outcome: Submission | Refused = self._pipe.recv()

@@ -84,11 +84,8 @@ class Refused(Answered):
 
 
 class GroupRefused(GrpoError):
-    """Group `index` cannot be accepted, so the whole submission is rejected.
-
-    Attributes:
-        is_final: False if the same group may be accepted later.
-    """
+    """Group `index` cannot be accepted, so the whole submission is rejected. `is_final`: False if
+    the same group may be accepted later."""
 
     def __init__(self, index: int, reason: str, *, is_final: bool = True) -> None:
         super().__init__(reason)

@@ -81,7 +81,7 @@ def _scan(text: bytes) -> GroupFacts:
     for name in _RARE:
         arrays += _expect_empty(given.get(name))
     arrays += _free_form(given, len(lengths))
-    # faster than bytes.count, which restarts its search after each match
+    # Faster than bytes.count, which restarts its search after each match.
     brackets = np.count_nonzero(np.frombuffer(text, dtype=np.uint8) == _BRACKET)
     _expect(int(brackets) == arrays)
     return GroupFacts(

@@ -50,7 +50,7 @@ class Intake:
         self._full_s = full_s
         self._view: RunView | None = None
         self._viewed_at = 0.0
-        # one event for each waiting submission, set when it becomes the first
+        # One event for each waiting submission, set when it becomes the first.
         self._line: deque[asyncio.Event] = deque()
         self._room_bytes = held_bytes
 
@@ -77,7 +77,7 @@ class Intake:
             outcomes = await queue.add(submission, self._limits)
         if outcomes is not None:
             return outcomes
-        # while it waits, the server may switch to a version that did not sample these groups
+        # While it waits, the server may switch to a version that did not sample these groups.
         served = await queue.served()
         submission = replace(submission, received_under=served)
         # Checked before joining the line: the answer must not depend on other submissions.
@@ -101,7 +101,7 @@ class Intake:
                     if _is_waited_for(submission, await self._recent_view()):
                         return await self._queue_over_limit(submission)
                     checked = time.monotonic()
-        # the submission that this one repeats may have been ahead in the line
+        # The submission that this one repeats may have been ahead in the line.
         outcomes = await self._store.queue.earlier(submission)
         if outcomes is not None:
             return outcomes

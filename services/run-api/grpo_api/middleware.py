@@ -34,7 +34,7 @@ _MAX_PATH_CHARS = 200
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _OTHER_METHOD = "other"
 """Metric label of unusual methods: labels must come from a bounded set."""
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 class RequestMiddleware:
@@ -83,7 +83,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, counted, stamped)
         except asyncio.CancelledError:
-            # uvicorn's grace period for requests in flight has passed; no code awaits this task
+            # uvicorn's grace period for requests in flight has passed; no code awaits this task.
             if status != CLIENT_CLOSED_REQUEST:
                 status = 500
                 raise
@@ -111,7 +111,7 @@ def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _log_request(scope: Scope, status: int, seconds: float) -> None:
-    # the raw path cannot hold control characters, which could change the terminal
+    # The raw path cannot hold control characters, which could change the terminal.
     path = scope["raw_path"][:_MAX_PATH_CHARS].decode("ascii", "backslashreplace")
     fields = {
         "method": scope["method"],
@@ -121,11 +121,11 @@ def _log_request(scope: Scope, status: int, seconds: float) -> None:
     }
     if status >= 500:
         reason = {"reason": scope[FAILURE]} if FAILURE in scope else {}
-        _log.warning("request.failed", **fields, **reason)
+        log.warning("request.failed", **fields, **reason)
     elif seconds > _SLOW_S and not was_held.get():
-        _log.warning("request.slow", **fields)
+        log.warning("request.slow", **fields)
     else:
-        _log.debug("request.answered", **fields)
+        log.debug("request.answered", **fields)
 
 
 UNMATCHED = "unmatched"

@@ -27,7 +27,7 @@ _KEEP_ALIVE_S = 75
 MAX_HEAD_BYTES = 64 * 1024
 """Limit after the first read of a connection, which may itself hold 256 KiB."""
 
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 class HttpServer(uvicorn.Server):
@@ -52,7 +52,7 @@ class HttpServer(uvicorn.Server):
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=stop_grace_s,
-                # parsing proxy headers costs time, and no code here reads a client's address
+                # Parsing proxy headers costs time, and no code here reads a client's address.
                 proxy_headers=False,
                 access_log=False,
                 log_config=None,
@@ -61,10 +61,10 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn would answer `::` for IPv6 alone
+        # uvicorn would answer `::` for IPv6 alone.
         listening = sockets or [listen(self.config.host, self.config.port, _BACKLOG)]
         await super().startup(listening)
-        _log.info("run_api.listening", host=self.config.host, port=self.config.port)
+        log.info("run_api.listening", host=self.config.host, port=self.config.port)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -83,9 +83,9 @@ class HttpServer(uvicorn.Server):
 
     def _stop(self, number: signal.Signals) -> None:
         grace_s = self.config.timeout_graceful_shutdown
-        _log.info("run_api.stopping", signal=number.name, grace_s=grace_s)
+        log.info("run_api.stopping", signal=number.name, grace_s=grace_s)
         self.stop()
-        # the next signal ends the process even if the event loop is stuck
+        # The next signal ends the process even if the event loop is stuck.
         self._restore_default_signals()
 
     def _restore_default_signals(self) -> None:
@@ -120,7 +120,7 @@ class BoundedHeadProtocol(LimitedProtocol):
         if not self._in_head:
             self._head_bytes = 0
         elif continues:
-            # the first read of this head may begin with the end of the previous body
+            # The first read of this head may begin with the end of the previous body.
             self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"Request head is larger than {MAX_HEAD_BYTES} bytes.")
@@ -128,7 +128,7 @@ class BoundedHeadProtocol(LimitedProtocol):
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(msg)
         if self._running is not None:
-            # its answer cannot be sent: uvloop raises on a closed transport
+            # Its answer cannot be sent: uvloop raises on a closed transport.
             self._running.disconnected = True
             self._running.message_event.set()
 
@@ -145,7 +145,7 @@ def keep_freed_memory() -> None:
     """Raise both of malloc's thresholds. Does nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        # glibc accepts at most 32 MiB for the mmap threshold
+        # glibc accepts at most 32 MiB for the mmap threshold.
         mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
@@ -154,7 +154,7 @@ class StructlogHandler(logging.Handler):
     """Logs a library's record as an event, with the fields bound to the current request."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _log.log(
+        log.log(
             record.levelno,
             record.getMessage().strip(),
             logger=record.name,

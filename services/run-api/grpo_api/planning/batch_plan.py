@@ -39,7 +39,7 @@ def plan_batch(queue: Sequence[Kind], demand: Demand) -> list[int] | None:
     Returns:
         Positions in `queue`, ascending.
     """
-    # without a minimum for its environment, only the size of a group matters
+    # Without a minimum for its environment, only the size of a group matters.
     kinds = [kind if kind in demand.least else Kind(None, kind.sequences) for kind in queue]
     return oldest_choice(kinds, demand.batch_size, demand.least)
 

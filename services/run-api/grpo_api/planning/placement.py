@@ -45,18 +45,15 @@ Groups = tuple[StoredGroup, ...]
 
 @dataclass
 class Placement:
-    """Where the groups of one submission go.
-
-    Attributes:
-        entries: to be queued, in this order: the kind, and one whole group or the parts of one.
-        buffers: new content of each buffer that changes, by env_id.
-        buffered_sequences: for each group, the sequences in its environment's buffer afterwards;
-            None if the group was queued directly.
-    """
+    """Where the groups of one submission go."""
 
     entries: list[tuple[Kind, Groups]] = field(default_factory=list)
+    """To be queued, in this order: the kind, and one whole group or the parts of one."""
     buffers: dict[int, Groups] = field(default_factory=dict)
+    """New content of each buffer that changes, by env_id."""
     buffered_sequences: list[int | None] = field(default_factory=list)
+    """For each group, the sequences in its environment's buffer afterwards; None if the group was
+    queued directly."""
 
 
 def place(
@@ -77,7 +74,7 @@ def place(
     """
     placement = Placement()
     for index, (env_id, group) in enumerate(zip(env_ids, groups, strict=True)):
-        # an unregistered env_id is not stored, so that invented ids do not add new kinds
+        # An unregistered env_id is not stored, so that invented ids do not add new kinds.
         sender = env_id if env_id in group_size_of else None
         size = group.sequences if sender is None else group_size_of[sender]
         whole = Kind(sender, size)

@@ -18,14 +18,9 @@ MIN_ENV_WEIGHT = 0.01
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """
-    Attributes:
-        queued_groups: groups in the queue.
-        queued_bytes: stored bytes of queued groups and buffered parts.
-    """
-
     queued_groups: int
     queued_bytes: int
+    """Stored bytes of queued groups and buffered parts."""
 
     def fill(self, groups: int, stored_bytes: int) -> float:
         """How full the queue is, by the nearer limit. From 1.0 on, submissions wait."""
@@ -62,25 +57,21 @@ class Environment:
 
 @dataclass(frozen=True)
 class RunView:
-    """All registered environments, in that order, and the counters at the same moment.
-
-    Attributes:
-        queued: groups in the queue by kind, whose env_id is None for an unregistered sender. Parts
-            that were queued together count as one group.
-        max_group_size: sequences in the largest queued group; 1 if the queue is empty.
-        queued_groups: groups in the queue.
-        stored_bytes: of the queue and the buffers.
-        num_steps: the step at which the trainer has all its batches; None if unknown.
-    """
+    """All registered environments, in that order, and the counters at the same moment."""
 
     environments: Sequence[Environment]
     current_step: int
     batch_size: int
     queued: Mapping[Kind, int]
+    """Groups in the queue by kind, whose env_id is None for an unregistered sender. Parts that were
+    queued together count as one group."""
     max_group_size: int
+    """Sequences in the largest queued group; 1 if the queue is empty."""
     queued_groups: int
     stored_bytes: int
+    """Of the queue and the buffers."""
     num_steps: int | None
+    """The step at which the trainer has all its batches; None if unknown."""
 
     def connected(self) -> list[Environment]:
         return [environment for environment in self.environments if environment.connected]

@@ -24,7 +24,7 @@ _EXPOSITION: dict[int | str, dict[str, Any]] = {
 }
 
 router = APIRouter()
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 class Greeting(TypedDict):
@@ -90,5 +90,5 @@ async def status(services: Services) -> RunStatus:
 async def reset_data(services: Services) -> PlainTextResponse:
     """Delete the run: registration, step, environments, partial groups, queue and batches."""
     await services.store.reset()
-    _log.info("run.deleted", deleted="queue, batches and registrations")
+    log.info("run.deleted", deleted="queue, batches and registrations")
     return PlainTextResponse("Reset successful")

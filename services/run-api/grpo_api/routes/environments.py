@@ -30,7 +30,7 @@ from grpo_core.wire.run_api import (
 router = APIRouter()
 
 _REFUSALS = refusals(400, 408, 413, 422, 503)
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 class Waiting(TypedDict):
@@ -68,7 +68,7 @@ async def register_environment(
     enrolled = await services.store.register_environment(registration, checked_key(idempotency_key))
     if enrolled is None:
         return {"status": "wait for trainer to start"}
-    _log.info(
+    log.info(
         "environment.registered",
         env_id=enrolled["env_id"],
         name=enrolled["wandb_name"],
@@ -88,7 +88,7 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
         if least.get(own.kind, 0) < minimum_groups(own.kind, own.minimum, run.batch_size)
     ]
     if scaled:
-        _log.warning(
+        log.warning(
             "min_batch_allocation.scaled_down",
             env_ids=scaled,
             hint="one batch cannot contain the min_batch_allocation of every environment; "
@@ -105,7 +105,7 @@ async def disconnect_environment(
     parts_dropped = await services.store.disconnect(environment.env_id)
     if parts_dropped is None:
         return {"status": "failure", "error": _unknown(environment.env_id)}
-    _log.info(
+    log.info(
         "environment.disconnected", env_id=environment.env_id, partial_groups_dropped=parts_dropped
     )
     return {"status": "success"}

@@ -173,7 +173,7 @@ class LaxJsonSchema(GenerateJsonSchema):
 
 
 def _also(number: JsonSchemaValue, text: str, least: float | None) -> JsonSchemaValue:
-    # false counts as 0, which is below a positive minimum
+    # False counts as 0, which is below a positive minimum.
     truth: dict[str, Any] = {"const": True} if least is not None and least > 0 else {}
     return {
         "anyOf": [number, {"type": "string", "pattern": text}, {"type": "boolean", **truth}],

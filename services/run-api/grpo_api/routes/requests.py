@@ -41,15 +41,12 @@ _LARGE_SHARE = 7 / 8
 
 @dataclass
 class BodyLimits:
-    """Limits how long a body may take to arrive, and how much memory all bodies use.
-
-    Attributes:
-        deadline_s: from the start of reading a body until its last byte.
-        max_bytes: limit on all bodies in memory, including those that are still arriving.
-    """
+    """Limits how long a body may take to arrive, and how much memory all bodies use."""
 
     deadline_s: float
+    """From the start of reading a body until its last byte."""
     max_bytes: int
+    """Limit on all bodies in memory, including those that are still arriving."""
     held_bytes: int = 0
 
 
@@ -160,7 +157,7 @@ _is_key = re.compile(_KEY_PATTERN).fullmatch
 
 _Key = Annotated[
     str,
-    # declared only: `checked_key` checks it, since a refusal of groups is counted
+    # Declared only: `checked_key` checks it, since a refusal of groups is counted.
     WithJsonSchema(
         {"type": "string", "minLength": 1, "maxLength": _MAX_KEY_CHARS, "pattern": _KEY_PATTERN}
     ),

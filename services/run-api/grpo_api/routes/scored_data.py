@@ -124,7 +124,7 @@ async def _submit(
     request: Request, decode: Decode, given_key: str | None, run_uuid: str, positions: str
 ) -> Outcomes:
     """Accept the groups of a request, or count and raise its refusal."""
-    # not a dependency of the route: FastAPI would resolve it for each of the most frequent requests
+    # No dependency of the route: FastAPI would resolve it for each of the most frequent requests.
     services = await services_of(request)
     key: str | None = None
     submission: Submission | None = None
@@ -132,7 +132,7 @@ async def _submit(
     with IncomingBody(services.bodies, request) as incoming:
         try:
             key = checked_key(given_key)
-            # no variable holds the body, so its memory is freed once it is decoded
+            # No variable holds the body, so its memory is freed once it is decoded.
             submission = await decoder.decode(decode, await incoming.read(decoder.max_bytes))
             submission = replace(
                 submission,

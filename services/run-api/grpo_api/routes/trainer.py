@@ -29,7 +29,7 @@ _MAX_WAIT_S = 60.0
 _MAX_BATCH_ID = 2**53 - 1
 
 router = APIRouter()
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 TrainerId = Annotated[
     int, Query(ge=0, lt=2**128, description="the trainer's `uuid`, which /register returned")
@@ -151,14 +151,14 @@ _HANDED_OUT: dict[int | str, dict[str, Any]] = {
 async def register(registration: RegistrationBody, services: Services) -> TrainerEnrolled:
     """Register a trainer. run-api then hands out all unacknowledged batches again."""
     enrolled, step = await services.store.register_trainer(registration)
-    _log.info(
+    log.info(
         "trainer.registered",
         batch_size=registration.batch_size,
         max_token_len=registration.max_token_len,
         step=step,
     )
     if step > 0 and registration.starting_step == 0:
-        _log.warning(
+        log.warning(
             "run.has_earlier_data",
             step=step,
             hint="this trainer starts at step 0, but an earlier trainer of this run has taken "
@@ -212,7 +212,7 @@ async def acknowledge(
     except TrainerNotRegistered as error:
         raise Refused(409, str(error)) from error
     if answer["released"]:
-        _log.info(
+        log.info(
             "batches.acknowledged",
             last_batch_id=answer["acknowledged"],
             deleted_batches=answer["released"],

@@ -24,7 +24,7 @@ _POLL_S = 10.0
 _PERSISTENCE_RETRY_S = 5.0
 _NO_EVICTION = "noeviction"
 
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 async def check_redis(link: RedisLink) -> None:
@@ -36,7 +36,7 @@ async def check_redis(link: RedisLink) -> None:
     try:
         await link.ping()
     except (StoreUnavailable, ResponseError) as error:
-        _log.warning(
+        log.warning(
             "redis.unreachable",
             redis=link.where,
             reason=str(error),
@@ -58,16 +58,16 @@ async def check_redis(link: RedisLink) -> None:
             flat: list[bytes] = await _told(link, "CONFIG", "GET", "appendfsync") or []
             appendfsync = flat[1].decode() if flat else "unknown: Redis rejects CONFIG"
             if not flat or appendfsync == APPENDFSYNC:
-                _log.info("redis.persistent", appendfsync=appendfsync)
+                log.info("redis.persistent", appendfsync=appendfsync)
             else:
-                _log.warning(
+                log.warning(
                     "redis.may_lose_groups",
                     appendfsync=appendfsync,
                     hint="a Redis that is killed may lose accepted groups; start Redis with "
                     f"--appendfsync {APPENDFSYNC}",
                 )
         case 0:
-            _log.warning(
+            log.warning(
                 "redis.not_persistent",
                 hint="a restart of Redis loses the run; start Redis with --appendonly yes",
             )
@@ -113,7 +113,7 @@ async def watch_disk(link: RedisLink, disk_bytes: int | None, poll_s: float = _P
             held = None
         is_large = was_large if held is None else held > REDIS_DISK_SHARE * disk_bytes
         if is_large and not was_large:
-            _log.warning(
+            log.warning(
                 "redis.disk_nearly_full",
                 append_only_file_bytes=held,
                 disk_bytes=disk_bytes,

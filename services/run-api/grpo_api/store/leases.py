@@ -27,40 +27,35 @@ _PLAIN = ""
 class Lease:
     """A batch that was handed out and is not acknowledged yet.
 
-        Lease(12, step=11, sequences=16, age_at_lease_s=1.5,
-              groups=(StoredGroup(301, 8, 5120), StoredGroup(302, 8, 4870)), claim="", again=False)
-
-    Attributes:
-        age_at_lease_s: time in the queue of its oldest group, when the batch was formed.
-        groups: in the order of the batch.
-        claim: of the plain poll that it answers; "" if a trainer leased it by its id.
-        again: an earlier poll formed the batch.
+    Lease(12, step=11, sequences=16, age_at_lease_s=1.5,
+          groups=(StoredGroup(301, 8, 5120), StoredGroup(302, 8, 4870)), claim="", again=False)
     """
 
     batch_id: int
     step: int
     sequences: int
     age_at_lease_s: float
+    """Time in the queue of its oldest group, when the batch was formed."""
     groups: Groups
+    """In the order of the batch."""
     claim: str
+    """Of the plain poll that it answers; "" if a trainer leased it by its id."""
     again: bool
+    """An earlier poll formed the batch."""
 
 
 @dataclass(frozen=True)
 class Poll:
-    """A trainer's request for a batch.
-
-    Attributes:
-        trainer_id: None for a plain poll.
-        after: id of the last batch that the trainer holds; ignored for a plain poll.
-        batches_left: number of batches that the run needs after that; None if unknown.
-        claim: of a plain poll, from `Leases.claim`; "" otherwise.
-    """
+    """A trainer's request for a batch."""
 
     trainer_id: int | None = None
+    """None for a plain poll."""
     after: int = 0
+    """Id of the last batch that the trainer holds; ignored for a plain poll."""
     batches_left: int | None = None
+    """Number of batches that the run needs after that; None if unknown."""
     claim: str = ""
+    """Of a plain poll, from `Leases.claim`; "" otherwise."""
 
 
 @dataclass(frozen=True)

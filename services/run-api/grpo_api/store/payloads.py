@@ -78,7 +78,7 @@ class PayloadStore:
             for at in range(0, length, _PIECE_BYTES)
         ]
         payload = b"".join(pieces)
-        # the payload may be deleted between two pieces
+        # The payload may be deleted between two pieces.
         return payload if length and len(payload) == length else None
 
 

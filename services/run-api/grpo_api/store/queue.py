@@ -30,7 +30,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 _MAX_PLACEMENTS = 32
 _STAGED_FROM_BYTES = 1024 * 1024
 
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 Outcomes = list[int | None]
 """For each group of a submission: the sequences in its environment's buffer afterwards, or None if
@@ -43,23 +43,21 @@ Contents = Sequence[bytes | str]
 class Submission:
     """Groups that are accepted together or not at all.
 
-        Submission([PackedGroup(3, sequences=8, payload=b"...")], "5f0c1a2e43a00", key="3/17")
-
-    Attributes:
-        fingerprint: checksum of the JSON; distinguishes a repeat from other groups with that key.
-        key: the sender's idempotency key, or None if it sent none.
-        run_uuid: the run for which the groups were sampled; "" if the sender does not say.
-        item_positions: JSON, as `ITEM_POSITIONS_HEADER`; "" if the sender does not say.
-        received_under: the version that was served when the groups arrived, if they had to wait;
-            None stands for the version that is served now.
+    Submission([PackedGroup(3, sequences=8, payload=b"...")], "5f0c1a2e43a00", key="3/17")
     """
 
     groups: Sequence[PackedGroup]
     fingerprint: str
+    """Checksum of the JSON; distinguishes a repeat from other groups with that key."""
     key: str | None = None
+    """The sender's idempotency key, or None if it sent none."""
     run_uuid: str = ""
+    """The run for which the groups were sampled; "" if the sender does not say."""
     item_positions: str = ""
+    """JSON, as `ITEM_POSITIONS_HEADER`; "" if the sender does not say."""
     received_under: PolicyVersion | None = None
+    """The version that was served when the groups arrived, if they had to wait; None stands for the
+    version that is served now."""
 
     @property
     def stored_bytes(self) -> int:
@@ -193,7 +191,7 @@ class GroupQueue:
         try:
             placement = place(env_ids, groups, int(batch_size), size_of, parts_of)
         except GroupRefused as error:
-            _log.warning(
+            log.warning(
                 "group.refused", env_id=env_ids[error.index], index=error.index, reason=str(error)
             )
             raise

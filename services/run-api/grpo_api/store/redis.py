@@ -57,7 +57,7 @@ _REFUSALS = {
 # The code is at the start, after Redis 6.2's text about a script, or after redis-py's about MULTI.
 _refusal_code = re.compile(rf"(?:^|: -|\(['\"])({'|'.join(_REFUSALS)}) ").search
 
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 def layout_prefix(run_id: str, layout: int = LAYOUT) -> str:
@@ -81,7 +81,7 @@ class RedisLink:
         self.where = without_password(url)
         self.deadline_s = deadline_s
         self._redis = _client(url, deadline_s, redis_connect_func=self._begin)
-        # separate: listeners that also need a connection for commands could block each other
+        # Separate: listeners that also need a connection for commands could block each other.
         self._listeners = _client(url, deadline_s)
         self._scripts = _load_scripts(self._redis)
         script: Any = self._scripts["compare_start"].script
@@ -109,7 +109,7 @@ class RedisLink:
 
     async def call(self, *command: Any) -> Any:
         async with _deadline(self.deadline_s):
-            # redis-py leaves this method without types
+            # redis-py leaves this method without types.
             return await self._on_the_primary(
                 lambda: self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
             )
@@ -216,7 +216,7 @@ class ConfirmedGroups:
         self._redis_process = process
         if lost:
             self._unstored += lost
-            _log.error(
+            log.error(
                 "redis.lost_groups",
                 groups=lost,
                 redis=self._where,

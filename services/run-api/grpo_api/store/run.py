@@ -40,7 +40,7 @@ _COUNTING_S = 1.0
 _RECEIPT_WITHOUT_KEY_S = 10
 """Longer than `_COUNTING_S`, within which one call may repeat its command. Short, so that a flood
 of invalid requests does not fill Redis."""
-_log = structlog.get_logger()
+log = structlog.get_logger()
 
 
 class EnvironmentEnrolled(TypedDict):
@@ -308,7 +308,7 @@ class RunStore:
             key: idempotency key of the submission.
         """
         line = refusal_line(reason, env_id)
-        # the same key may come with other groups, for another reason
+        # The same key may come with other groups, for another reason.
         receipt = receipt_key(key and f"refusal {key} {line}")
         try:
             async with asyncio.timeout(_COUNTING_S):
@@ -320,7 +320,7 @@ class RunStore:
                     own_keys=self._link.keys(receipt),
                 )
         except (StoreUnavailable, TimeoutError) as error:
-            _log.warning("refusal.not_counted", refusal=line, reason=str(error))
+            log.warning("refusal.not_counted", refusal=line, reason=str(error))
 
 
 @lru_cache(maxsize=4096)
