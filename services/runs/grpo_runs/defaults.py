@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.tree.environment_values import AGENT, BRIDGES, environment_name
+from grpo_core.tree.weights import LoraSettings
 from grpo_runs.modes import Mode
 
 EVERY_LINEAR_LAYER = tuple(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -45,7 +46,7 @@ class RunSizes:
     server_deadline_s: float = 600.0
     start_deadline_s: float = 300.0
     vllm_restart_interval: int = 10
-    lora_target_modules: Sequence[str] = EVERY_LINEAR_LAYER
+    lora_target_modules: tuple[str, ...] = EVERY_LINEAR_LAYER
     gpu_memory_utilization: float = 0.4
 
 
@@ -158,7 +159,7 @@ def _for_a_pretrained_model(sizes: RunSizes, tasks: Sequence[str]) -> RunSizes:
         steps=min(sizes.steps, PRETRAINED_STEPS),
         batch_size=min(sizes.batch_size, PRETRAINED_BATCH),
         lr=1e-5,
-        lora_target_modules=(),  # the trainer's default
+        lora_target_modules=LoraSettings.model_fields["lora_target_modules"].default,
         step_deadline_s=1800.0,
         server_deadline_s=1800.0,
         start_deadline_s=600.0,

@@ -96,7 +96,7 @@ class RunNotices:
             text=text,
             directory=str(self._run.path.absolute()),
             step=len(FollowedFile(self._run.metrics).new_lines()),
-            last_step=self._settings.sizes.steps,
+            last_step=self._settings.steps,
             alert=alert,
         )
 

@@ -58,8 +58,6 @@ TEACHER = "teacher"
 SAMPLES = "samples completions from the policy"
 TRAINS = "trains the policy and publishes its weights"
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-PAIR_DEADLINE_S = 1800.0
-"""For a server to start, without --task."""
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Without it the first request takes seconds, since vLLM compiles one function in eager mode too.
 """
@@ -106,7 +104,7 @@ def _run_api(
         role="queues scored groups and hands out batches",
         command=module("grpo_api", *given_words(VIEWS[RUN_API], values)),
         healthy=lambda: probe.answers(places.run_api_url),
-        deadline_s=settings.sizes.start_deadline_s,
+        deadline_s=settings.start_deadline_s,
         deadline_option="--start-deadline-s",
         environment=child_environment(threads=1) | places.environment | token_variables(settings),
     )
@@ -120,11 +118,9 @@ def server_of(
     if places.run is not None:
         values = {"health_port": free_port()} | values
         healthy = partial(probe.answers, server_url)
-        deadline_s = settings.sizes.server_deadline_s
         variables = _variables_of_server(settings, places.model) | token_variables(settings)
     else:
         healthy = partial(probe.responds, server_url)
-        deadline_s = settings.server_deadline_s or PAIR_DEADLINE_S
         threads = {"OMP_NUM_THREADS": str(settings.server_threads)} if settings.servers > 1 else {}
         keys = {"run_api_token": settings.run_api_token, "vllm_api_key": settings.api_key}
         variables = UNBUFFERED | threads | secret_variables(**keys)
@@ -133,7 +129,7 @@ def server_of(
         role=SAMPLES,
         command=module(MODULES[SERVER], *given_words(VIEWS[SERVER], values), *words),
         healthy=healthy,
-        deadline_s=deadline_s,
+        deadline_s=settings.server_deadline_s,
         deadline_option="--server-deadline-s",
         environment=variables | places.environment,
         group=SERVER,
@@ -148,7 +144,7 @@ def _teacher(settings: RunSettings, places: Places, probe: HealthProbe) -> Servi
         role="scores the policy's tokens",
         command=module(MODULES[SERVER], *given_words(VIEWS[SERVER], values), *words),
         healthy=lambda: probe.answers(url(places.teacher_port)),
-        deadline_s=settings.sizes.server_deadline_s,
+        deadline_s=settings.server_deadline_s,
         deadline_option="--server-deadline-s",
         environment=_variables_of_server(settings, values["model"])
         | {"REDIS_URL": WITHOUT_REDIS}
@@ -167,7 +163,7 @@ def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Ser
     if places.run is not None:
         variables = child_environment(settings.compute_threads, places.model)
         variables |= token_variables(settings)
-        deadline_s = settings.sizes.start_deadline_s
+        deadline_s = settings.start_deadline_s
     else:  # it runs as a job, which has no deadline
         deadline_s = math.inf
         keys = {"run_api_token": settings.run_api_token, "vllm_api_key": settings.vllm_api_key}
@@ -200,7 +196,7 @@ def _environment(settings: RunSettings, places: Places, probe: HealthProbe, task
             MODULES[ENVIRONMENT], task, "serve", *given_words(VIEWS[ENVIRONMENT], values)
         ),
         healthy=lambda: probe.has_environment(places.run_api_url, name),
-        deadline_s=settings.sizes.start_deadline_s,
+        deadline_s=settings.start_deadline_s,
         deadline_option="--start-deadline-s",
         environment=child_environment(1, places.model, offline=not is_on_hub)
         | url_variables(VIEWS[ENVIRONMENT], values)

@@ -226,10 +226,12 @@ def _train(
 
 def opening_lines(settings: RunSettings, run: RunDirectory, done: int) -> list[str]:
     """Args: done: steps of a run that is resumed"""
-    sizes, mode = settings.sizes, settings.weight_mode
-    steps = f"steps {done + 1} to {sizes.steps}" if done else counted(sizes.steps, "training step")
+    mode, last = settings.weight_mode, settings.steps
+    steps = f"steps {done + 1} to {last}" if done else counted(last, "training step")
     model = "a tiny model" if settings.model == TINY else settings.model
-    interval = mode.publish_every_steps(sizes.vllm_restart_interval, settings.adapter_sync_interval)
+    interval = mode.publish_every_steps(
+        settings.vllm_restart_interval or 1, settings.adapter_sync_interval
+    )
     return [
         f"GRPO on {' and '.join(settings.task)} with {model}: {steps}",
         f"mode {mode.name}: {mode.publication(interval)}",
@@ -286,7 +288,7 @@ def follow_training(
         ProtocolViolation: the metrics file breaks its contract.
         StopRequested: a stop signal arrived.
     """
-    sizes, metrics = settings.sizes, MetricsFile(run.metrics)
+    metrics = MetricsFile(run.metrics)
     records: list[StepRecord] = []
     trainer = stack.process("trainer")
     last_step_at = time.monotonic()
@@ -308,15 +310,15 @@ def follow_training(
             screen.line(step_line(record))
             records.append(record)
             last_step_at = time.monotonic()
-            if not done and (hint := flat_start_hint(records, sizes.lr)):
+            if not done and (hint := flat_start_hint(records, settings.lr)):
                 screen.line(f"{INDENT}{hint}", style="dim")
             if news := settings.weight_mode.news(record.step, record.sync_s):
                 screen.line(f"{INDENT}{news}", style="dim")
         if finished:
-            if done + len(records) >= sizes.steps:
+            if done + len(records) >= settings.steps:
                 return records
             raise ProcessFailed(
-                f"the trainer ended with status 0 after {done + len(records)} of {sizes.steps} "
+                f"the trainer ended with status 0 after {done + len(records)} of {settings.steps} "
                 f"steps; see {trainer.log_path}\n{trainer.log_tail()}"
             )
         for environment in environments_of(settings, stack):
@@ -326,10 +328,10 @@ def follow_training(
                     f"{environment.name} ended with status 0 before the run was complete; see "
                     f"{environment.log_path}\n{environment.log_tail()}"
                 )
-        if time.monotonic() - last_step_at > sizes.step_deadline_s:
+        if time.monotonic() - last_step_at > settings.step_deadline_s:
             raise NoTrainingStep(
-                f"no training step ended within {sizes.step_deadline_s:g} s, after "
-                f"{done + len(records)} of {sizes.steps} steps; see {trainer.log_path} and the "
+                f"no training step ended within {settings.step_deadline_s:g} s, after "
+                f"{done + len(records)} of {settings.steps} steps; see {trainer.log_path} and the "
                 f"logs of the other services, or raise --step-deadline-s\n{trainer.log_tail()}"
             )
         stack.sleep(FOLLOW_POLL_S)
@@ -349,7 +351,7 @@ def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
 def _wait_for_evaluations(settings: RunSettings, stack: Stack) -> None:
     """Wait until the environments have evaluated the policy of the last step and ended. They may
     take as long as a step; a run whose last evaluation takes longer ends without it."""
-    deadline = Deadline(settings.sizes.step_deadline_s)
+    deadline = Deadline(settings.step_deadline_s)
     while any(environment.exit_code is None for environment in environments_of(settings, stack)):
         if deadline.has_passed:
             return

@@ -307,7 +307,7 @@ def report_run(
         "metrics": str(run.metrics),
         "logs": str(run.logs),
         "disk": run.disk_use(),
-        "go on": f"{command} --resume {run.path} --steps {2 * settings.sizes.steps}",
+        "go on": f"{command} --resume {run.path} --steps {2 * settings.steps}",
     }
     screen.lines(_table(files))
     for task, _, items, lost in evaluations.lifts():

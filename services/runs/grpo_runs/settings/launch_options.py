@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 
 from grpo_core.cpu import CPU
 from grpo_core.security import usable_token
@@ -189,15 +188,14 @@ class WholeRunOptions(CommandSettings):
         int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
     ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
     step_deadline_s: Annotated[
-        float | None,
-        Shown(default="300; pretrained models: 1800; 180 more if the engine restarts"),
+        float, Shown(default="300; pretrained models: 1800; 180 more if the engine restarts")
     ] = Field(
-        None,
+        300.0,
         gt=0,
         description="The run fails if no training step ends within this number of seconds",
     )
-    start_deadline_s: Annotated[float | None, Shown(default="300; pretrained models: 600")] = Field(
-        None,
+    start_deadline_s: Annotated[float, Shown(default="300; pretrained models: 600")] = Field(
+        300.0,
         gt=0,
         description="Seconds to wait for run-api, the trainer and each environment to start",
     )
@@ -271,8 +269,8 @@ class LaunchOptions(
         "raise --steps",
     )
     server_deadline_s: Annotated[
-        float | None, Shown(default="600; pretrained models, and without --task: 1800")
-    ] = Field(None, gt=0, description="Seconds to wait for the inference server to start")
+        float, Shown(default="600; pretrained models, and without --task: 1800")
+    ] = Field(1800.0, gt=0, description="Seconds to wait for the inference server to start")
     run_api_token: SecretStr | None = Field(
         None,
         description="Access token that clients must send to run-api and to the inference server",
@@ -354,7 +352,7 @@ class LaunchOptions(
     @property
     def evaluates_every(self) -> int:
         """Steps between evaluations; 0: none. By default before and after the run."""
-        return self.eval_every if "eval_every" in self.model_fields_set else self.sizes.steps
+        return self.eval_every if "eval_every" in self.model_fields_set else self.steps
 
     @property
     def vllm_words(self) -> list[str]:
@@ -374,24 +372,26 @@ class LaunchOptions(
     def server_threads(self) -> int:
         return max(1, self.compute_threads // self.servers)
 
-    @cached_property
-    def sizes(self) -> RunSizes:
-        """The options whose default depends on others."""
-        return self._sizes_of(self.task)
+    @model_validator(mode="after")
+    def _fill_sizes(self) -> Self:
+        """Give the options of `RunSizes` the values that the run uses. `model_fields_set` still
+        names only the options that the user has given."""
+        if self.starts_all:
+            self.__dict__.update(vars(self._sizes_of(self.task)))
+        return self
 
     def _sizes_of(self, tasks: Sequence[str]) -> RunSizes:
-        given = {name: getattr(self, name) for name in self.model_fields_set & {*SIZE_NAMES}}
         return sizes_for(
             tasks,
             self.weight_mode,
             is_tiny=self.model == TINY,
             on_gpu=self.on_gpu,
-            given={name: value for name, value in given.items() if value is not None},
+            given={name: getattr(self, name) for name in self.model_fields_set & {*SIZE_NAMES}},
         )
 
     def completion_limit(self, task: str) -> int | None:
         """Of one task's completions, in tokens; None for the task's own limit."""
-        return self.sizes.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
+        return self.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
 
     def given(self, service: str) -> dict[str, Any]:
         """The options of this service that the user has given, by field."""
@@ -403,18 +403,15 @@ class LaunchOptions(
     def resolved(self) -> dict[str, Any]:
         """What was given, and what follows from it. Without the directories, as this configuration
         can be used for another run, and without --on-end and --on-alert, which may hold secrets."""
-        own = OWN | self.model_fields_set
+        own = OWN | self.model_fields_set | ({*SIZE_NAMES} if self.starts_all else set())
         own -= (
             PairOptions.model_fields.keys() if self.starts_all else NEEDS_TASK
         ) - self.model_fields_set
         values = {name: getattr(self, name) for name in type(self).model_fields if name in own}
         if self.starts_all:
-            values |= {name: getattr(self.sizes, name) for name in SIZE_NAMES}
             values |= {"dtype": self.weights_dtype, "eager": self.starts_eager}
             if not self.weight_mode.trains_adapter:
                 del values["lora_target_modules"]
-            else:
-                values["lora_target_modules"] = tuple(self.sizes.lora_target_modules) or None
             if self.weight_mode.shares_memory or self.weight_mode.loads_adapters:
                 del values["vllm_restart_interval"]
         for name in ("run_dir", "resume", "on_end", "on_alert"):

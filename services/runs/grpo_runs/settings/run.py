@@ -182,28 +182,27 @@ class RunSettings(LaunchOptions):
             )
 
     def _mistakes_of_sizes(self) -> Iterator[Mistake]:
-        sizes = self.sizes
-        sequences = sizes.batch_size * sizes.gradient_accumulation_steps
+        sequences = self.batch_size * self.gradient_accumulation_steps
         each = self.agent_sequences if AGENT in self.task else 1
         if each > 1 and sequences % (self.group_size * each):
             yield Mistake(
                 "agent_sequences",
                 f"a group of --group-size {self.group_size} has {self.group_size * each} "
                 f"sequences, which do not divide the {sequences} of a step (--batch-size "
-                f"{sizes.batch_size} x --gradient-accumulation-steps "
-                f"{sizes.gradient_accumulation_steps}); choose numbers that do",
+                f"{self.batch_size} x --gradient-accumulation-steps "
+                f"{self.gradient_accumulation_steps}); choose numbers that do",
             )
         elif sequences % self.group_size:
             yield Mistake(
                 "group_size",
                 f"{self.group_size} does not divide the {sequences} sequences of a "
-                f"step (--batch-size {sizes.batch_size} x --gradient-accumulation-steps "
-                f"{sizes.gradient_accumulation_steps}); choose a group size that divides them",
+                f"step (--batch-size {self.batch_size} x --gradient-accumulation-steps "
+                f"{self.gradient_accumulation_steps}); choose a group size that divides them",
             )
-        if sizes.max_model_len < sizes.seq_len:
+        if self.max_model_len and self.max_model_len < self.seq_len:
             yield Mistake(
                 "max_model_len",
-                f"{sizes.max_model_len} is less than --seq-len {sizes.seq_len}, so "
+                f"{self.max_model_len} is less than --seq-len {self.seq_len}, so "
                 "the server would refuse prompts; raise --max-model-len or lower --seq-len",
             )
 
@@ -252,7 +251,7 @@ class RunSettings(LaunchOptions):
         step = run.newest_checkpoint_step()
         if step is None:
             yield Mistake(None, f"--resume {resume}: no checkpoint in it; start a new run instead")
-        elif step >= self.sizes.steps:
+        elif step >= self.steps:
             yield Mistake(
                 None,
                 f"--resume {resume}: all {step} steps are done; pass a larger --steps, for "

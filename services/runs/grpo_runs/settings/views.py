@@ -169,32 +169,32 @@ _DEFAULTS_OF_TRAINER: Mapping[str, Any] = {
 
 
 def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
-    sizes, given = settings.sizes, settings.given(TRAINER)
+    given = settings.given(TRAINER)
     values: dict[str, Any] = {
-        "steps": sizes.steps,
-        "batch_size": sizes.batch_size,
-        "gradient_accumulation_steps": sizes.gradient_accumulation_steps,
-        "lr": sizes.lr,
+        "steps": settings.steps,
+        "batch_size": settings.batch_size,
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+        "lr": settings.lr,
         "warmup_steps": given.get(
             "warmup_steps", None if "warmup_ratio" in given else WARMUP_STEPS
         ),
         # On a GPU the trainer chooses the optimizer that needs less memory.
         "optimizer": given.get("optimizer", None if settings.on_gpu else "adamw"),
-        "seq_len": sizes.seq_len,
+        "seq_len": settings.seq_len,
         "seed": settings.seed,
         "device": settings.device,
         "dtype": settings.weights_dtype,
         # It starts together with the server and must wait for it.
-        "service_deadline_s": given.get("service_deadline_s", sizes.server_deadline_s),
+        "service_deadline_s": given.get("service_deadline_s", settings.server_deadline_s),
         "metrics_file": run.metrics,
         "rollouts_dir": run.path / ROLLOUTS,
         "run_api_token": settings.run_api_token,
         "vllm_api_key": settings.run_api_token,
     }
     if not settings.weight_mode.shares_memory:
-        values["vllm_restart_interval"] = sizes.vllm_restart_interval
-    if settings.weight_mode.trains_adapter and sizes.lora_target_modules:
-        values["lora_target_modules"] = tuple(sizes.lora_target_modules)
+        values["vllm_restart_interval"] = settings.vllm_restart_interval
+    if settings.weight_mode.trains_adapter:
+        values["lora_target_modules"] = settings.lora_target_modules
     return values
 
 
@@ -252,29 +252,28 @@ def teacher_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
 
 def vllm_words(settings: LaunchOptions, model: str) -> list[str]:
     """Options of vLLM that follow from the settings. The user's own come later and win."""
+    length = settings.max_model_len or default_max_model_len(model)
     if not settings.starts_all:
         dtype = [] if settings.dtype == "auto" else ["--dtype", settings.dtype]
-        length = settings.max_model_len or default_max_model_len(model)
         has_share = settings.on_gpu or "gpu_memory_utilization" in settings.model_fields_set
         utilization = str(settings.gpu_memory_utilization)
         share = ["--gpu-memory-utilization", utilization] if has_share else []
         return [*dtype, *share, "--max-model-len", str(length)]
-    sizes = settings.sizes
     return settings.engine_words(
         settings.weights_dtype,
-        sizes.max_model_len,
+        length,
         settings.seed,
-        sizes.kv_cache_mib,
-        sizes.gpu_memory_utilization,
+        settings.kv_cache_mib,
+        settings.gpu_memory_utilization,
     )
 
 
 def environment_values(settings: LaunchOptions, places: Places, task: str) -> dict[str, Any]:
-    sizes, run = settings.sizes, places.run
+    run = places.run
     defaults: dict[str, Any] = {
         "group_size": settings.group_size,
         "max_batches_offpolicy": 1,
-        "start_deadline_s": sizes.server_deadline_s,
+        "start_deadline_s": settings.server_deadline_s,
     }
     given = settings.given(ENVIRONMENT)
     if AGENT in settings.task and task != AGENT:
@@ -286,7 +285,7 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         "model": places.model,
         "run_api_url": places.run_api_url,
         "inference_url": tuple(places.server_urls),
-        "seq_len": sizes.seq_len,
+        "seq_len": settings.seq_len,
         "max_completion_tokens": settings.completion_limit(task),
         "seed": settings.seed,
         "wandb_name": name_of_task(task),
@@ -294,7 +293,7 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
         "run_api_token": settings.run_api_token,
         "vllm_api_key": settings.run_api_token,
         # run-api reports the earlier run until the trainer of the resumed run registers.
-        "steps": sizes.steps if settings.resumed else None,
+        "steps": settings.steps if settings.resumed else None,
         "eval_every": settings.evaluates_every or None,
     }
     if settings.starts_teacher:

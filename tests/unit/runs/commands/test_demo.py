@@ -22,6 +22,7 @@ from grpo_core.settings import load_settings, resolved_yaml
 from grpo_runs.__main__ import with_config_of_resumed_run
 from grpo_runs.commands import demo
 from grpo_runs.commands.demo import NoTrainingStep, follow_training, run_demo
+from grpo_runs.defaults import SIZE_NAMES
 from grpo_runs.process.stack import Stack, StopRequest
 from grpo_runs.report.evaluations import EvaluationsFile
 from grpo_runs.report.steps import MetricsFile
@@ -336,7 +337,7 @@ def resumed(*words: str) -> RunSettings:
 def test_a_resumed_run_has_its_options_unless_others_are_given(stopped_run: RunDirectory) -> None:
     latest = stopped_run.path.with_name("latest")
     settings = resumed("--lr", "0.5", "--resume", str(latest))
-    assert (settings.sizes.steps, settings.seed, settings.sizes.lr) == (6, 5, 0.5)
+    assert (settings.steps, settings.seed, settings.lr) == (6, 5, 0.5)
     assert settings.resumed is not None
     assert RunDirectory.of(settings.resumed).path == stopped_run.path
 
@@ -378,11 +379,21 @@ def test_a_run_of_smollm2_has_the_sizes_of_a_pretrained_model_and_is_resumed_wit
     first = load(*["--steps", "6", "--model", "smollm2"], at_start=True)
     pretrained = load(*["--steps", "6", "--model", "owner/name"])
     tiny = load(*["--steps", "6"])
-    assert first.sizes == pretrained.sizes != tiny.sizes
+    assert sizes(first) == sizes(pretrained) != sizes(tiny)
     stopped_run.write_config(resolved_yaml(first.command, first.resolved()))
     assert "model:\n  name: smollm2\n" in stopped_run.config.read_text()
     again = resumed("--resume", str(stopped_run.path))
-    assert (again.model, again.sizes) == ("smollm2", first.sizes)
+    assert (again.model, sizes(again)) == ("smollm2", sizes(first))
+
+
+def sizes(settings: RunSettings) -> list[object]:
+    return [getattr(settings, name) for name in SIZE_NAMES]
+
+
+def test_settings_hold_what_the_run_uses_and_tell_what_was_given() -> None:
+    settings = load(*["--mode", "lora_only", "--steps", "9"])
+    assert (settings.lr, settings.batch_size, settings.steps) == (6 * 3e-4, 64, 9)
+    assert {"lr", "batch_size", "steps"} & settings.model_fields_set == {"steps"}
 
 
 def test_help_needs_no_run_to_resume() -> None:
