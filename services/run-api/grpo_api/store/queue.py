@@ -253,7 +253,9 @@ class GroupQueue:
                 raise _other_run()
             case [b"unstaged"]:
                 raise StoreUnavailable("storing the groups took too long; send the groups again")
-        return _repeated(submission, answer[1])
+            case [b"repeated", receipt]:
+                return _repeated(submission, receipt)
+        raise AssertionError(f"{script} answered {answer!r}")
 
 
 def _repeated(submission: Submission, answer: bytes) -> Outcomes:
