@@ -19,7 +19,6 @@ class ServiceUrl(str):
     file or error message shows them. Only clients ask for them.
 
         ServiceUrl("http://me:pass@host:8000")    # is "http://host:8000"
-
     """
 
     userinfo: str
