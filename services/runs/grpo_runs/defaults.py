@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.tree.environment_values import AGENT, BRIDGES, environment_name
+from grpo_core.tree.optim import OptimizerOptions
 from grpo_core.tree.weights import LoraSettings
 from grpo_runs.modes import Mode
 
@@ -158,7 +159,7 @@ def _for_a_pretrained_model(sizes: RunSizes, tasks: Sequence[str]) -> RunSizes:
         sizes,
         steps=min(sizes.steps, PRETRAINED_STEPS),
         batch_size=min(sizes.batch_size, PRETRAINED_BATCH),
-        lr=1e-5,
+        lr=OptimizerOptions.model_fields["lr"].default,
         lora_target_modules=LoraSettings.model_fields["lora_target_modules"].default,
         step_deadline_s=1800.0,
         server_deadline_s=1800.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -21,15 +22,16 @@ from grpo_core.settings import (
     mistakes_of,
 )
 from grpo_core.settings.machine import TINY
+from grpo_core.settings.options import default_text
 from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.sections import SERVER, VIEWS, names_of, sections_of
 from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.tree.weights import KINDS, ModeName
-from grpo_runs.defaults import SIZE_NAMES, RunSizes, sizes_for
+from grpo_runs.defaults import BY_TASK, OTHER_TASK, SIZE_NAMES, RunSizes, sizes_for
 from grpo_runs.models import A_MODEL
-from grpo_runs.modes import Mode
+from grpo_runs.modes import MODES, Mode
 
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
@@ -138,27 +140,54 @@ ALIASES = {
     "server.dtype": "dtype",  # an option of vLLM
 }
 
-DEFAULTS = {
-    "steps": "250; gsm8k: 60; at most 60 with a pretrained model, and if the engine restarts; "
-    "without --task: 10",
-    "batch_size": "64; gsm8k: 16; pretrained models: at most 32; without --task: 2",
-    "gradient_accumulation_steps": "2; without --task: 32",
-    "lr": "3e-4; gsm8k: 1e-4; six times as high with an adapter; pretrained models: 1e-5, with an "
-    "adapter 3e-4; without --task: 1e-5",
-    "warmup_steps": "5; without --task: 0",
-    "max_completion_tokens": "8; gsm8k: 32; with a pretrained model, gsm8k and reward functions on "
-    "a CPU: 256; other tasks: their own limit",
-    "seq_len": "128; gsm8k: 1152; your own task: 256, with a pretrained model 1152; without "
-    "--task: 2048",
-    "max_model_len": "512; gsm8k: 1536; at least --seq-len; without --task: the model's limit, at "
-    "most 4096",
+_SIZES = partial(sizes_for, on_gpu=False, given={})
+_CASES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": vars(BY_TASK["arithmetic"]),
+    "gsm8k": vars(BY_TASK["gsm8k"]),
+    "own": vars(OTHER_TASK),
+    "pretrained": vars(_SIZES(["arithmetic"], MODES["shared_vllm"], is_tiny=False)),
+    "adapter": vars(_SIZES(["arithmetic"], MODES["lora_only"], is_tiny=False)),
+    "reasoning": vars(_SIZES(["gsm8k"], MODES["shared_vllm"], is_tiny=False)),
+    "alone": {name: field.default for name, field in CommandLine.model_fields.items()},
+}
+_DEFAULTS = {
+    "steps": "{tiny}; gsm8k: {gsm8k}; at most {pretrained} with a pretrained model, and if the "
+    "engine restarts; without --task: {alone}",
+    "batch_size": "{tiny}; gsm8k: {gsm8k}; pretrained models: at most {pretrained}; without "
+    "--task: {alone}",
+    "gradient_accumulation_steps": "{tiny}; without --task: {alone}",
+    "lr": "{tiny}; gsm8k: {gsm8k}; six times as high with an adapter; pretrained models: "
+    "{pretrained}, with an adapter {adapter}; without --task: {alone}",
+    "warmup_steps": "5; without --task: {alone}",
+    "max_completion_tokens": "{tiny}; gsm8k: {gsm8k}; with a pretrained model, gsm8k and reward "
+    "functions on a CPU: {reasoning}; other tasks: their own limit",
+    "seq_len": "{tiny}; gsm8k: {gsm8k}; your own task: {own}, with a pretrained model {reasoning}; "
+    "without --task: {alone}",
+    "max_model_len": "{tiny}; gsm8k: {gsm8k}; at least --seq-len; without --task: the model's "
+    "limit, at most 4096",
+    "kv_cache_mib": "{tiny}; gsm8k: {gsm8k}; on a GPU what --gpu-memory-utilization leaves",
+    "step_deadline_s": "{tiny}; pretrained models: {pretrained}; 180 more if the engine restarts",
+    "start_deadline_s": "{tiny}; pretrained models: {pretrained}",
+    "server_deadline_s": "{tiny}; pretrained models, and without --task: {pretrained}",
     "max_batches_offpolicy": "1",
-    "gpu_memory_utilization": "0.4; without --task: 0.45",
+    "gpu_memory_utilization": "{tiny}; without --task: {alone}",
     "dtype": "float32; on a GPU bfloat16; without --task: the model's",
-    "vllm_restart_interval": "10; without --task: 3; 1 in mode none with --publish update",
-    "lora_target_modules": "q_proj,v_proj; with the tiny model every linear layer",
+    "vllm_restart_interval": "{tiny}; without --task: 3; 1 in mode none with --publish update",
+    "lora_target_modules": "{pretrained}; with the tiny model every linear layer",
     "eval_every": "before and after the run",
-    "checkpoint_interval": "0; without --task: 3",
+    "checkpoint_interval": "0; without --task: {alone}",
+}
+
+
+def _shown(value: Any) -> str:
+    """`3e-4` for 0.0003."""
+    is_small = isinstance(value, float) and value < 1e-3
+    return f"{value:.0e}".replace("e-0", "e-") if is_small else default_text(value)
+
+
+DEFAULTS = {
+    name: text.format(**{case: _shown(held.get(name)) for case, held in _CASES.items()})
+    for name, text in _DEFAULTS.items()
 }
 """What applies if these are not given, for the user."""
 OF_SERVICES = (
@@ -184,17 +213,15 @@ class WholeRunOptions(CommandSettings):
         description="Serve a page that shows the run while it trains, and open it in a browser if "
         "one is at hand; else print its address",
     )
-    kv_cache_mib: Annotated[
-        int | None, Shown(default="64; gsm8k: 256; on a GPU what --gpu-memory-utilization leaves")
-    ] = Field(None, ge=1, description="Size of the server's KV cache, in MiB")
-    step_deadline_s: Annotated[
-        float, Shown(default="300; pretrained models: 1800; 180 more if the engine restarts")
-    ] = Field(
+    kv_cache_mib: int | None = Field(
+        None, ge=1, description="Size of the server's KV cache, in MiB"
+    )
+    step_deadline_s: float = Field(
         300.0,
         gt=0,
         description="The run fails if no training step ends within this number of seconds",
     )
-    start_deadline_s: Annotated[float, Shown(default="300; pretrained models: 600")] = Field(
+    start_deadline_s: float = Field(
         300.0,
         gt=0,
         description="Seconds to wait for run-api, the trainer and each environment to start",
@@ -268,9 +295,9 @@ class LaunchOptions(
         "options override the directory's config.yaml. To continue a run that has finished, "
         "raise --steps",
     )
-    server_deadline_s: Annotated[
-        float, Shown(default="600; pretrained models, and without --task: 1800")
-    ] = Field(1800.0, gt=0, description="Seconds to wait for the inference server to start")
+    server_deadline_s: float = Field(
+        1800.0, gt=0, description="Seconds to wait for the inference server to start"
+    )
     run_api_token: SecretStr | None = Field(
         None,
         description="Access token that clients must send to run-api and to the inference server",
