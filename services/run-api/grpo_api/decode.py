@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter
 
 from grpo_api.errors import Refused, StoreUnavailable, too_large, validated
 from grpo_api.group_scan import scan_group
-from grpo_api.store.payloads import PackedGroup, compress, pack, stored
+from grpo_api.store.payloads import GZIP_WINDOW_BITS, PackedGroup, compress, pack, stored
 from grpo_api.store.queue import Submission
 from grpo_api.waiting import in_turn
 from grpo_core.wire.scored_group import ScoredGroup
@@ -32,7 +32,6 @@ INLINE_BYTES = 1024 * 1024
 """Content up to this size is decoded on the event loop: usually 1 to 2 ms, at worst 20 ms."""
 MAX_GROUPS = 1024
 """Limit on the groups of one list. Redis answers no other request while it queues them."""
-_GZIP_WINDOW_BITS = 31
 
 _LIST: TypeAdapter[list[ScoredGroup]] = TypeAdapter(
     Annotated[list[ScoredGroup], Field(fail_fast=True, max_length=MAX_GROUPS)]
@@ -62,7 +61,7 @@ def inflate_member(body: bytes, max_bytes: int) -> bytes:
         TooMuchWork: the content is longer than `max_bytes`, or bytes follow the member.
         Refused: 400, the body is not valid gzip.
     """
-    inflater = isal_zlib.decompressobj(_GZIP_WINDOW_BITS)
+    inflater = isal_zlib.decompressobj(GZIP_WINDOW_BITS)
     try:
         # One byte more than allowed distinguishes "exactly full" from "too long".
         content: bytes = inflater.decompress(body, max_bytes + 1)

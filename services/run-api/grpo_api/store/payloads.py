@@ -18,6 +18,10 @@ from grpo_api.store.keys import RECEIPT_S
 from grpo_api.store.redis import RedisLink
 from grpo_core.wire.scored_group import ScoredGroup
 
+GZIP_WINDOW_BITS = 31
+"""Tells zlib to read and write gzip: 16, plus the largest window."""
+GZIP_LEVEL = 1
+"""Compresses digits almost as well as higher levels, in a tenth of the time."""
 _PIECE_BYTES = 512 * 1024
 
 
@@ -82,8 +86,6 @@ class PayloadStore:
         return payload if length and len(payload) == length else None
 
 
-_LEVEL = 1
-_GZIP_WINDOW_BITS = 31
 _LENGTH_BYTES = 2
 _ISIZE_BYTES = 4
 _CLOSING = b"}"
@@ -117,7 +119,7 @@ def stored(member: bytes, absent: Sequence[str]) -> bytes:
 def unpack(payload: bytes) -> bytes:
     """The group's JSON, always the same bytes."""
     end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "big")
-    text: bytes = isal_zlib.decompress(memoryview(payload)[end:], _GZIP_WINDOW_BITS)
+    text: bytes = isal_zlib.decompress(memoryview(payload)[end:], GZIP_WINDOW_BITS)
     return text[: -len(_CLOSING)] + payload[_LENGTH_BYTES:end]
 
 
@@ -128,5 +130,5 @@ def unpacked_bytes(payload: bytes) -> int:
 
 def compress(text: bytes) -> bytes:
     """Compress into one gzip member."""
-    member: bytes = isal_zlib.compress(text, _LEVEL, _GZIP_WINDOW_BITS)
+    member: bytes = isal_zlib.compress(text, GZIP_LEVEL, GZIP_WINDOW_BITS)
     return member
