@@ -82,15 +82,14 @@ class RunView:
         return demand(self.batch_size, minimums, self.queued)
 
     def is_waited_for(self, sender: Kind) -> bool:
-        """Whether the next batch may need groups of this sender.
+        """Whether the next batch may need groups of this sender: if all senders paused while the
+        queue holds no batch, the run would stop forever.
 
-        An environment pauses when `queue_size` shows a batch or more, and submissions wait while
-        the queue is full. If no exact batch can be formed from the queue and every sender pauses,
-        the run would stop forever. So the senders whose minimum is missing continue. If the batch
-        lacks something else, all senders continue.
+            batch_size 16, queued B B of 8 each; A reserves 0.5    true for A alone
+            batch_size 16, queued 12; no minimums                  true for all: no sum is 16
 
-        An environment's own groups still slow it down: a batch's worth from every sender makes a
-        batch.
+        A sender that is waited for pauses only because of its own groups (`environment_status`,
+        `may_overfill`): a batch's worth from every sender makes a batch.
         """
         needed = self.demand()
         if needed.is_met_by(self.queued):
@@ -109,10 +108,8 @@ class RunView:
         return Kind(None, sequences)
 
     def may_overfill(self, sender: Kind) -> bool:
-        """Whether groups of this sender are accepted although the queue is full.
-
-        The limit is what one batch could hold of them, since planning reads no more.
-        """
+        """Whether groups of this sender are accepted although the queue is full: the next batch may
+        need them, and fewer are queued than one batch could hold. Planning reads no more."""
         has_room = self.queued.get(sender, 0) < self.batch_size // sender.sequences
         return has_room and self.is_waited_for(sender)
 
@@ -163,7 +160,8 @@ def environment_status(
 
 
 def _beyond_minimums(own_id: int, minimums: Mapping[int, float], run: RunView) -> int:
-    """Queued sequences of other environments beyond their minimum allocations."""
+    """Queued sequences of other environments beyond their minimums, as Atropos' server counts them:
+    in packs of `max_group_size`, and none if all groups are single sequences."""
     pack = run.max_group_size
     if pack <= 1:
         return 0

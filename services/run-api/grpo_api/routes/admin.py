@@ -88,7 +88,8 @@ async def status(services: Services) -> RunStatus:
 
 @router.get("/reset_data", response_class=PlainTextResponse, responses=refusals(503))
 async def reset_data(services: Services) -> PlainTextResponse:
-    """Delete the run: registration, step, environments, partial groups, queue and batches."""
+    """Delete the run: registration, step, environments, partial groups, queue and batches. The
+    method is GET because clients of Atropos' server call it so."""
     await services.store.reset()
     log.info("run.deleted", deleted="queue, batches and registrations")
     return PlainTextResponse("Reset successful")
