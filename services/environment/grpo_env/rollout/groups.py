@@ -230,8 +230,8 @@ async def complete(
     Raises:
         GroupLost: the server refused the request, or ended a completion before its end.
         ProtocolViolation: the answer has another prompt, or another number of completions.
-        MisalignedCompletion: empty prompt or completion, lists of different lengths, or a logprob
-            that is not a finite number of at most 0.
+        MisalignedCompletion: empty prompt or completion, or a logprob that is not a finite number
+            of at most 0.
         ServiceUnavailable: no server answers.
     """
     try:
@@ -268,11 +268,8 @@ async def complete(
 
 
 def _misaligned(completion: Completion) -> Iterator[str]:
-    tokens, logprobs = len(completion.token_ids), len(completion.logprobs)
-    if not tokens:
+    if not completion.token_ids:
         yield "no tokens"
-    if logprobs != tokens:
-        yield f"{logprobs} logprobs for {tokens} tokens"
     for position, logprob in enumerate(completion.logprobs):
         if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK):
             yield f"invalid logprob {logprob} at token {position}"
