@@ -18,6 +18,7 @@ from pydantic_core import from_json
 
 from grpo_core.errors import problems_of
 from grpo_core.settings import Mistake
+from grpo_core.settings.options import OF_TRL
 from grpo_core.settings.sources import read_file
 from grpo_runs.offline.errors import RecipeInvalid
 
@@ -145,6 +146,8 @@ KEYS = tuple(_read_keys(yaml.load(_TEXT, _LOADER)))
 TABLE: Mapping[str, Key] = {key.name: key for key in KEYS}
 MAIN_KEYS = tuple(key for key in KEYS if not key.alias_of)
 _MAIN_NAMES = {key.name: key.alias_of or key.name for key in KEYS}
+_OF_TRL = {ours.replace("-", "_"): name.replace("-", "_") for name, ours in OF_TRL.items()}
+"""Keys by the options of run files with the same meaning."""
 
 
 def help_lines(prog: str) -> Iterator[str]:
@@ -227,7 +230,7 @@ def _checked(content: Mapping[str, Any], mistakes: list[Mistake]) -> dict[str, A
     for name, value in content.items():
         key = TABLE.get(name)
         if key is None:
-            near = difflib.get_close_matches(name, TABLE, 1)
+            near = difflib.get_close_matches(_OF_TRL.get(name, name), TABLE, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             mistakes.append(Mistake(name, f"no such key{hint}"))
             continue

@@ -202,14 +202,16 @@ def test_every_mistake_is_named_at_once_with_its_line(tmp_path: Path) -> None:
     """Of the reading, of rules and of the offline trainer's own limits; the rows are not read."""
     file = tmp_path / "recipe.yaml"
     file.write_text("model_name_or_path: m\nseed: x\ngen_temperature: 0\noptim: lion\ntop_p: 1\n")
-    words = ["--learnin_rate", "1", "--deepspeed", "zero3.json", "--top_p", "2", "--bf16", "--fp16"]
+    words = ["--learnin_rate", "1", "--lr", "1", "--deepspeed", "zero3.json", "--top_p", "2"]
+    words += ["--bf16", "--fp16"]
 
     with pytest.raises(RecipeInvalid) as raised:
         translate(read_recipe(["--config", str(file), *words]), lambda _: pytest.fail("rows"))
 
-    seed, learning_rate, deepspeed, optim, *others = str(raised.value).splitlines()
+    seed, learning_rate, lr, deepspeed, optim, *others = str(raised.value).splitlines()
     assert seed.startswith(f"{file}:2: seed: expected int, got 'x'")
     assert learning_rate == "learnin_rate: no such key; did you mean learning_rate?"
+    assert lr == "lr: no such key; did you mean learning_rate?"
     assert deepspeed.startswith("deepspeed: 'zero3.json' is not supported")
     assert optim.startswith(f"{file}:4: optim: expected one of adamw_torch, ")
     assert others == [
