@@ -49,11 +49,15 @@ class Engine:
         app.router.add_get("/bridge/info", self._info)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.001)
         await self._runner.setup()
-        await web.SockSite(self._runner, self._listening.dup()).start()
+        self._accepting = self._listening.dup()
+        await web.SockSite(self._runner, self._accepting).start()
 
     async def crash(self) -> None:
         """End the engine: requests in flight lose their connections, new ones wait for `start`."""
         if self._runner is not None:
+            # asyncio never closes a connection that it has just accepted when its server closes.
+            asyncio.get_running_loop().remove_reader(self._accepting)
+            await asyncio.sleep(0)
             await self._runner.cleanup()
             self._runner = None
 
