@@ -38,7 +38,7 @@ class TaskSet:
     weights: tuple[float, ...]
 
     def training_stream(self, seed: int, curriculum: str = UNIFORM) -> ItemStream:
-        """Args: curriculum: as `--curriculum`
+        """Draws items to train on, by the rule that `curriculum` names.
 
         Raises:
             DataUnusable, CurriculumUnusable: the data, or the rule.

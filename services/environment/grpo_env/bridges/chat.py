@@ -226,7 +226,8 @@ class Chat:
         return plain
 
     def _parsed(self, answer: Answer, is_text: IsText) -> tuple[str | None, list[dict[str, Any]]]:
-        """As vLLM's parsers: if one call is no JSON or has no name, the whole text is content."""
+        """Content and calls, as vLLM's parsers: if one call is no JSON or has no name, the whole
+        text is content."""
         content, calls = divided_by_calls(answer, is_text)
         if not calls or not all(call.name for call in calls):
             return str(answer), []

@@ -154,7 +154,7 @@ class ClassicEnvironment(VerifiersTask):
             return _graded(state)
 
     async def run_group(self, row: Row, dialogues: Sequence[Dialogue]) -> list[Graded]:
-        """As `run`, for all rollouts of a group."""
+        """Conduct and rate all rollouts of a group, as `run` does one."""
         async with self._released() as begun:
             rollouts = [
                 asyncio.ensure_future(self._rollout(row, dialogue, begun)) for dialogue in dialogues
@@ -207,7 +207,7 @@ class _DialogueClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
         tools: Any = None,
         **_: Any,
     ) -> Any:
-        """As other clients of verifiers, but an error of the dialogue stays what it is."""
+        """Answer as other clients of verifiers, but an error of the dialogue stays what it is."""
         messages, _ = await self.to_native_prompt(prompt)
         native_tools = await self.to_native_tools(tools)
         try:

@@ -93,7 +93,7 @@ class InferencePool(ClosesOnAsyncExit):
         only: frozenset[Place] = ANY,
         **sampling: Any,
     ) -> GenerateAnswer:
-        """As `GenerationClient.generate`, repeated until a server answers.
+        """Sample completions: repeats `GenerationClient.generate` until a server answers.
 
         Args:
             home: of the conversation that the request belongs to
@@ -251,10 +251,9 @@ class InferencePool(ClosesOnAsyncExit):
         )
 
     def _pick(self, candidates: Collection[PooledServer]) -> PooledServer:
-        """The least loaded one, where each step that a server lacks counts as twice the load.
+        """The least loaded one. Each step that a server is behind the newest doubles its load.
 
-        Newest first without exception would leave all servers idle but the one that is first to
-        have a version.
+        If the newest always came first, the others would be idle while a version spreads.
         """
         newest = max((s.version for s in candidates if s.version is not None), default=None)
         server = min(candidates, key=lambda s: ((s.load + 1) << s.lag(newest), s.picked_at))

@@ -147,7 +147,7 @@ class PooledServer(ServerStanding):
     async def generate(
         self, prompt_token_ids: list[int], within_s: float, sampling: dict[str, Any]
     ) -> GenerateAnswer:
-        """As `GenerationClient.generate`.
+        """Sample completions, as `GenerationClient.generate`.
 
         Raises:
             TimeoutError: `abort_requests` ended the request.
@@ -184,7 +184,7 @@ class PooledServer(ServerStanding):
         self._in_flight.clear()
 
     def request_failed(self, error: Exception) -> None:
-        """As in the base class. A probe follows soon."""
+        """Record it as the base class does, and probe soon."""
         super().request_failed(error)
         self._probe_now.set()
 

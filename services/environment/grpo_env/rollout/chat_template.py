@@ -208,7 +208,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         is_asked: bool = True,
     ) -> str:
-        """Args: is_asked: whether the beginning of an answer follows"""
+        """The text of a conversation. Args: is_asked: whether the beginning of an answer follows"""
         return self._applied([self._with_thought(one) for one in messages], tools, is_asked)
 
     def _with_thought(self, message: Message) -> Message:

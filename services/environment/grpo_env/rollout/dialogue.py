@@ -22,7 +22,8 @@ from grpo_env.tasks import Answer, ContextFull, Message, State
 from grpo_env.tasks.items import Item
 
 _BEHIND_A_TURN: list[Message] = [{"role": "user", "content": ""}]
-"""Any conversation whose last turn the template has closed."""
+"""Stands for what precedes any answer but the first: it ends with a turn of somebody else, so the
+answer has no beginning but the template's."""
 
 
 @dataclass(frozen=True)

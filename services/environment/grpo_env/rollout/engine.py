@@ -205,7 +205,7 @@ class RolloutEngine:
 
 
 async def all_or_none(rollouts: Iterable[Awaitable[T]]) -> list[T]:
-    """As `asyncio.gather`, but if one fails the others are cancelled."""
+    """The value of each rollout. If one fails, cancels the others."""
     tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
     try:
         return [*await asyncio.gather(*tasks)]

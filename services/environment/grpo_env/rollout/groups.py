@@ -283,7 +283,7 @@ class SampledGroup:
         answers    ["7", "8"]                                        each with its conversation
         sequences  [[TrainingSequence], [TrainingSequence]]          several if one was not enough
         grades     [Grade(1.0, {"accuracy": 1.0}), Grade(0.0, {"accuracy": 0.0})]
-        group      the `ScoredGroup` to submit, but for the environment's id
+        group      the `ScoredGroup` to submit, but for two fields: see `scored_group`
         lost       None
 
     If `lost` is set, the group is not submitted: the lists then are as far as it was sampled and
@@ -321,7 +321,7 @@ def scored_group(
     plan: SamplingPlan,
     seconds: float,
 ) -> ScoredGroup:
-    """The group to submit, without the environment's id.
+    """The group to submit, but for the environment's id and its rewards since the previous one.
 
     Every rollout has `plan.max_sequences` sequences, all with the rollout's score; those that it
     lacks are padding.

@@ -162,7 +162,7 @@ class TaskCode(ClosesOnExit):
         return value
 
     async def call_here(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As `call`, in this event loop, for code that never blocks it."""
+        """Call it in this event loop, else as `call`: for code that never blocks the loop."""
         value = contained(function, *arguments)
         if not inspect.isawaitable(value):
             return value

@@ -77,12 +77,14 @@ class _Scored(BaseModel):
 
 
 class TeacherClient(AsyncServiceClient):
-    """Args:
-    url: for example http://127.0.0.1:9002/v1
-    model: the name under which the server serves it; None: the only one
-    deadline_s: seconds for an answer, retries included
-    requests: largest number of requests in flight
-    api_key: if the server needs one
+    """Asks the teacher's server for logprobs.
+
+    Args:
+        url: for example http://127.0.0.1:9002/v1
+        model: the name under which the server serves it; None: the only one
+        deadline_s: seconds for an answer, retries included
+        requests: largest number of requests in flight
+        api_key: if the server needs one
     """
 
     def __init__(
@@ -226,10 +228,12 @@ def _probe_ids(tokenizer: Any) -> list[int]:
 
 
 class Teacher:
-    """Args:
-    client: of its server
-    template: of the student, which is the teacher's too
-    system_prompt: that the teacher gets in place of the policy's; None: the same
+    """Scores what the policy said.
+
+    Args:
+        client: of its server
+        template: of the student, which is the teacher's too
+        system_prompt: that the teacher gets in place of the policy's; None: the same
     """
 
     def __init__(

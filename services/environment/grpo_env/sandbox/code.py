@@ -57,7 +57,7 @@ def chosen_sandbox() -> Sandbox:
 
 
 class RunOptions(TypedDict, total=False):
-    """As `Sandbox.run` has them."""
+    """The options of `Sandbox.run`."""
 
     environment: Mapping[str, str] | None
     directory: Path | None
@@ -102,12 +102,12 @@ async def run_shell_async(command: str, *, stdin: str = "", **options: Unpack[Ru
 
 
 def run_python(code: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
-    """As `run_python_async`, and waits. Safe inside a running event loop, which it blocks."""
+    """Do as `run_python_async`, and wait. Safe inside a running event loop, which it blocks."""
     return _wait(run_python_async(code, stdin=stdin, **options))
 
 
 def run_shell(command: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
-    """As `run_shell_async`, and waits. Safe inside a running event loop, which it blocks."""
+    """Do as `run_shell_async`, and wait. Safe inside a running event loop, which it blocks."""
     return _wait(run_shell_async(command, stdin=stdin, **options))
 
 

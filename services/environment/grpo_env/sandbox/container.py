@@ -58,7 +58,7 @@ async def docker(
 
 
 async def run_docker(command: LimitedCommand) -> Ended:
-    """As `docker`."""
+    """Run a Docker command. Raises `SandboxUnusable`: there is no docker."""
     try:
         return await run_child(command)
     except FileNotFoundError as error:

@@ -170,11 +170,7 @@ class DrawNumbers:
 
     @classmethod
     def parse(cls, written: str) -> DrawNumbers:
-        """Args: written: the ranges in ascending order
-
-        Raises:
-            ValueError: the text is no list of ranges.
-        """
+        """Read ranges in ascending order. Raises `ValueError`: the text is no list of ranges."""
         found = cls()
         for first, last in (map(int, part.split("-")) for part in written.split(",")):
             if first <= found.low:

@@ -95,8 +95,8 @@ def answer_text(value: Any) -> str:
 
 
 def _spelled(value: Any) -> str | None:
-    """As a person writes it: 7 for 7.0 and 7.00, 0.0000001 for 1e-07, a day without the time 0:00.
-    None if it is no text, number, truth value or date."""
+    """The text that a person writes: 7 for 7.0 and 7.00, 0.0000001 for 1e-07, a day without the
+    time 0:00. None if it is no text, number, truth value or date."""
     if isinstance(value, datetime) and value.time() == time():
         value = value.date()  # columns of one type make times of dates
     if isinstance(value, date | time):
