@@ -11,10 +11,9 @@ import pytest
 
 from docs.generate import home
 from grpo_core.tree.weights import CheckpointRestartSettings
-from grpo_core.weights.servers import ServerState
+from grpo_core.weights.servers import EngineState, ServerState
 from grpo_runs.modes import MODES
 from grpo_runs.settings.run import DemoSettings
-from grpo_vllm.weights.write_lease import ServingState
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -98,7 +97,7 @@ def test_readme_names_every_command_and_no_other() -> None:
 
 @pytest.mark.parametrize(
     ("title", "states"),
-    [("States of the engine", ServingState), ("States of the supervisor", ServerState)],
+    [("States of the engine", EngineState), ("States of the supervisor", ServerState)],
 )
 def test_the_reference_lists_every_state_and_no_other(title: str, states: type[StrEnum]) -> None:
     section = page("docs/reference/http-vllm-server.md").split(f"# {title}\n")[1].split("\n#")[0]

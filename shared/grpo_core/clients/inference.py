@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation, problems_of
+from grpo_core.weights.servers import EngineState
 from grpo_core.wire.policy_version import PolicyVersion
 
 SERVICE = "vllm-server"
@@ -19,9 +20,6 @@ _PROBE_TIMEOUT_S = 300.0
 _CONTROL_TIMEOUT_S = 60.0
 _PROBE_DEADLINE_S = 5.0
 """Short, because a restarted server answers only after this same trainer wrote its weights."""
-
-AWAITING_STATES = frozenset({"awaiting_weights", "failed"})
-"""States of a server that needs a trainer to write back the weights; `failed`: for too long."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,8 @@ class BridgeInfo(BaseModel):
     weights_intact: bool
     weights_socket: str | None
     generation: str | None = None
-    state: str = "serving"
+    state: str = EngineState.SERVING
+    """An `EngineState`, or another word of a newer server."""
     model_name: str | None = None
     dtype: str | None = None
     """Data type of the weights: "float32", "bfloat16"."""
@@ -169,7 +168,7 @@ class BridgeInfo(BaseModel):
         The weights that it loaded from disk are not those that it served before the restart, so it
         answers no request until then.
         """
-        return self.state in AWAITING_STATES
+        return self.state in (EngineState.AWAITING_WEIGHTS, EngineState.FAILED)
 
 
 class BridgeClient(ServiceClient):

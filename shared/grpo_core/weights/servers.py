@@ -33,7 +33,8 @@ def server_key(run_id: str, name: str) -> str:
 
 
 class ServerState(StrEnum):
-    """
+    """`state` of a `ServerStatus`: of the server with all its engines.
+
     starting ─▶ joining ─▶ serving ⇄ committing       new weights are loaded into the engine
                            serving ─▶ draining ─▶ restarting ─▶ serving   or the engine restarts
                            serving ─▶ restarting      after a crash, or after a failed commit
@@ -55,6 +56,22 @@ class ServerState(StrEnum):
     """Its weights are older than it may serve. Every request that generates gets 503."""
     FAILED = "failed"
     """No engine is running, and only a new version starts one. Every request gets 503."""
+
+
+class EngineState(StrEnum):
+    """`state` of `GET /bridge/info`. The supervisor reports its own, `ServerState`."""
+
+    SERVING = "serving"
+    PAUSED = "paused"
+    """A trainer writes weights. Requests in flight wait until its lease ends."""
+    AWAITING_WEIGHTS = "awaiting_weights"
+    """The engine does not hold the run's weights: it restarted during a run, or a trainer ended
+    while it wrote."""
+    FAILED = "failed"
+    """No trainer wrote the run's weights back before the deadline. One may still do so."""
+    SLEEPING = "sleeping"
+    BEHIND = "behind"
+    """The weights may be older than those that the trainer announced last."""
 
 
 class ServerStatus(VersionedRecord):

@@ -14,13 +14,13 @@ from structlog.testing import capture_logs
 
 from grpo_core.tree.server import load_server_settings
 from grpo_core.weights.ref import WeightKind, WeightRef
+from grpo_core.weights.servers import EngineState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl, EngineTimeout
 from grpo_vllm.weights.served_store import ServedWeights
 from grpo_vllm.weights.write_lease import (
     HANDOVER_S,
     BridgeConflict,
-    ServingState,
     WeightBridge,
     bridge_at_start,
 )
@@ -170,7 +170,7 @@ async def test_after_a_late_write_the_other_trainer_writes_everything_again(
     second = await bridge.open_session(hung_up.set)
     await bridge.pause(second, LEASE_S, LATER)
     await bridge.resume(second, written=True)
-    assert bridge.state is ServingState.SERVING
+    assert bridge.state is EngineState.SERVING
     if stage != "idle":
         await bridge.pause(second, LEASE_S, PolicyVersion(3, 0), writing=stage == "writing")
 
@@ -192,9 +192,9 @@ async def test_after_a_late_write_the_other_trainer_writes_everything_again(
             await bridge.resume(second, written=True)
     await bridge.close_session(second)
     await asyncio.sleep(1.0)  # virtual time: until its pause has ended
-    assert (bridge.state, bridge.weights_intact) == (ServingState.AWAITING_WEIGHTS, False)
+    assert (bridge.state, bridge.weights_intact) == (EngineState.AWAITING_WEIGHTS, False)
     await write_back(bridge, PolicyVersion(5, 0))
-    assert bridge.state is ServingState.SERVING
+    assert bridge.state is EngineState.SERVING
 
 
 async def test_a_lease_that_runs_out_while_the_version_is_named_leaves_no_doubt_behind() -> None:
@@ -208,7 +208,7 @@ async def test_a_lease_that_runs_out_while_the_version_is_named_leaves_no_doubt_
     await resuming
     await bridge.pause(session, LEASE_S, LATER)
     await bridge.resume(session, written=True)
-    assert (bridge.state, bridge.version) == (ServingState.SERVING, LATER)
+    assert (bridge.state, bridge.version) == (EngineState.SERVING, LATER)
 
 
 async def test_a_pause_without_a_write_leaves_no_doubt_behind() -> None:
@@ -217,7 +217,7 @@ async def test_a_pause_without_a_write_leaves_no_doubt_behind() -> None:
     await asyncio.sleep(LEASE_S + 1.0)
     with pytest.raises(BridgeConflict, match="is not attached"):
         await bridge.pause(session, LEASE_S, NEXT)
-    assert (bridge.state, bridge.weights_intact) == (ServingState.SERVING, True)
+    assert (bridge.state, bridge.weights_intact) == (EngineState.SERVING, True)
 
 
 @pytest.mark.parametrize("writing", [False, True])
@@ -248,7 +248,7 @@ async def test_nothing_is_sampled_from_weights_that_were_half_written(
     assert refusal.hold
     assert "of which a trainer may have written only a part" in refusal.reason
     await given_up.wait()
-    assert bridge.state is ServingState.FAILED
+    assert bridge.state is EngineState.FAILED
     given_up.clear()
     await bridge.pause(another := await bridge.open_session(), LEASE_S, NEXT)
     await bridge.close_session(another)
@@ -293,7 +293,7 @@ async def test_a_sleeping_engine_says_so_until_it_is_awake() -> None:
     with pytest.raises(EngineTimeout, match="did not fall asleep"):
         await bridge.engine.sleep()
     refusal = bridge.refusal()  # an engine that failed to sleep also refuses requests
-    assert bridge.state is ServingState.SLEEPING
+    assert bridge.state is EngineState.SLEEPING
     assert refusal is not None
     assert not refusal.hold
     assert "/bridge/wake_up" in refusal.reason
@@ -357,14 +357,14 @@ async def test_it_serves_once_the_same_or_later_weights_are_back(
     restarted: WeightBridge, record: Record, version: PolicyVersion
 ) -> None:
     refusal = restarted.refusal()
-    assert restarted.state is ServingState.AWAITING_WEIGHTS
+    assert restarted.state is EngineState.AWAITING_WEIGHTS
     assert refusal is not None
     assert refusal.hold
     assert "[2, 7]" in refusal.reason
     await write_back(restarted, version)
     await asyncio.sleep(2 * DEADLINE_S)
     assert restarted.refusal() is None
-    assert restarted.state is ServingState.SERVING
+    assert restarted.state is EngineState.SERVING
     assert restarted.version == version
     assert record.saved == [ServedWeights(WeightRef(version=version, kind=WeightKind.MEMORY))]
 
@@ -390,7 +390,7 @@ async def test_a_trainer_that_did_not_write_everything_back_may_try_again(
     if not cut_off:
         await restarted.resume(session, written=False)
     await restarted.close_session(session)
-    assert restarted.state is ServingState.AWAITING_WEIGHTS
+    assert restarted.state is EngineState.AWAITING_WEIGHTS
     assert not restarted.paused
     assert restarted.weights_intact is not cut_off
     assert record.saved == []  # no request is answered with them, so they need no new version
@@ -405,9 +405,9 @@ async def test_beyond_the_deadline_requests_are_refused_at_once_until_a_trainer_
     await restarted.write_back.wait(2 * DEADLINE_S)
     assert asyncio.get_running_loop().time() == pytest.approx(DEADLINE_S), "held requests wake"
     refusal = restarted.refusal()
-    assert restarted.state is ServingState.FAILED
+    assert restarted.state is EngineState.FAILED
     assert refusal is not None
     assert not refusal.hold
     assert "Start the trainer again" in refusal.reason
     await write_back(restarted, SERVED_BEFORE)
-    assert restarted.state is ServingState.SERVING
+    assert restarted.state is EngineState.SERVING

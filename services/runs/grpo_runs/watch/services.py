@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import psutil
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
+from grpo_core.weights.servers import ServerState
 from grpo_runs.run_directory import MODEL_JOB, ONE_OF_SERVERS, ONE_SERVER, RunDirectory
 from grpo_runs.watch.logs import EnvironmentReport
 
@@ -21,7 +22,6 @@ STAGES = {
     "save": "saving",
 }
 """Of the trainer, as `stage.json` names them."""
-SERVING = "serving"
 ENVIRONMENT = "environment"
 Pid = Annotated[int, Field(ge=0, lt=2**31)]
 Model = TypeVar("Model", bound=BaseModel)
@@ -191,7 +191,7 @@ class ServiceFacts:
         if found is None:
             return self._starting() if self.trainer is None else _view("not reported")
         samples = any(one.groups or one.evaluation for one in self.environments.values())
-        stage = "sampling" if found["state"] == SERVING and samples else found["state"]
+        stage = "sampling" if found["state"] == ServerState.SERVING and samples else found["state"]
         version = found["version"]
         step = version["step"] if isinstance(version, Mapping) else version[1]
         return _view(stage, detail=f"weights of step {step}")

@@ -22,13 +22,14 @@ from grpo_core.weights.directory_checks import (
     require_servable_adapter,
 )
 from grpo_core.weights.ref import WeightKind
+from grpo_core.weights.servers import EngineState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.vllm_compat.launch import device_type, generation_tokens
 from grpo_vllm.middleware import FollowGate, InFlight
 from grpo_vllm.routes.errors import ErrorHandlingRoute, NotOffered, refusals
 from grpo_vllm.weights.lora import AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
-from grpo_vllm.weights.write_lease import BridgeConflict, ServingState, WeightBridge
+from grpo_vllm.weights.write_lease import BridgeConflict, WeightBridge
 
 PAUSE_BODY = (
     '{"session": ..., "lease_s": seconds, "policy_version": [epoch, step]}; the weight socket '
@@ -281,9 +282,9 @@ def info_router(
     return router
 
 
-def state_of(bridge: WeightBridge, gate: FollowGate) -> ServingState:
+def state_of(bridge: WeightBridge, gate: FollowGate) -> EngineState:
     is_open = bridge.refusal() is not None or gate.refusal() is None
-    return bridge.state if is_open else ServingState.BEHIND
+    return bridge.state if is_open else EngineState.BEHIND
 
 
 def engine_router(

@@ -19,6 +19,7 @@ from grpo_core.errors import GrpoError
 from grpo_core.process import end_orphans, killed_with_parent
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
+from grpo_core.weights.servers import EngineState
 from grpo_vllm.engine_protocol import EnginePlan, SupervisorEnd, receive_fact, send_plan
 from grpo_vllm.supervisor.host import Sockets, gpu_memory_mib, memory_is_back
 
@@ -31,7 +32,7 @@ ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
 _LONGEST_PATH = 107 - len("/") - 36
 """Of a directory in which vLLM makes Unix sockets with the name of a UUID."""
-ANSWERING = ("serving", "paused")
+ANSWERING = (EngineState.SERVING, EngineState.PAUSED)
 """States in which an engine answers requests. A pause lasts milliseconds."""
 
 

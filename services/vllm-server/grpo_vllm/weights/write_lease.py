@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import structlog
@@ -27,6 +26,7 @@ import structlog
 from grpo_core.errors import GrpoError
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
+from grpo_core.weights.servers import EngineState
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineControl
 from grpo_vllm.middleware import GateRefusal
@@ -35,29 +35,13 @@ from grpo_vllm.weights.served_store import ServedStore, ServedWeights
 log = structlog.get_logger()
 
 
-class ServingState(StrEnum):
-    """`state` of `GET /bridge/info`."""
-
-    SERVING = "serving"
-    PAUSED = "paused"
-    """A trainer writes weights. Requests in flight wait until its lease ends."""
-    AWAITING_WEIGHTS = "awaiting_weights"
-    """The engine does not hold the run's weights: it restarted during a run, or a trainer ended
-    while it wrote."""
-    FAILED = "failed"
-    """No trainer wrote the run's weights back before the deadline. One may still do so."""
-    SLEEPING = "sleeping"
-    BEHIND = "behind"
-    """The weights may be older than those that the trainer announced last; see `FollowGate`."""
-
-
 _CLOSED_BECAUSE = {
-    ServingState.AWAITING_WEIGHTS: "the engine {cause}; waiting for a trainer to write policy "
+    EngineState.AWAITING_WEIGHTS: "the engine {cause}; waiting for a trainer to write policy "
     "version {version} back",
-    ServingState.FAILED: "the engine {cause}, and no trainer wrote policy version {version} back "
+    EngineState.FAILED: "the engine {cause}, and no trainer wrote policy version {version} back "
     "in time. Start the trainer again; or restart this server with --no-await-weights or another "
     "--run-id to serve --model",
-    ServingState.SLEEPING: "the engine is sleeping; end the sleep with POST /bridge/wake_up",
+    EngineState.SLEEPING: "the engine is sleeping; end the sleep with POST /bridge/wake_up",
 }
 
 
@@ -185,13 +169,13 @@ class WeightBridge:
         return self._pause is not None
 
     @property
-    def state(self) -> ServingState:
+    def state(self) -> EngineState:
         if self.write_back.missing:
             overdue = self.write_back.overdue
-            return ServingState.FAILED if overdue else ServingState.AWAITING_WEIGHTS
+            return EngineState.FAILED if overdue else EngineState.AWAITING_WEIGHTS
         if self.engine.sleeping:
-            return ServingState.SLEEPING
-        return ServingState.PAUSED if self.paused else ServingState.SERVING
+            return EngineState.SLEEPING
+        return EngineState.PAUSED if self.paused else EngineState.SERVING
 
     def refusal(self) -> GateRefusal | None:
         """The reason why requests may not pass now; None if they may, or wait for the end of a
@@ -200,7 +184,7 @@ class WeightBridge:
         reason = _CLOSED_BECAUSE.get(state)
         if reason is None:
             return None
-        hold = state is ServingState.AWAITING_WEIGHTS
+        hold = state is EngineState.AWAITING_WEIGHTS
         cause = self.write_back.cause
         return GateRefusal(reason.format(version=list(self.version), cause=cause), hold)
 
