@@ -85,8 +85,8 @@ class RunView:
         """Whether the next batch may need groups of this sender: if all senders paused while the
         queue holds no batch, the run would stop forever.
 
-            batch_size 16, queued B B of 8 each; A reserves 0.5    true for A alone
-            batch_size 16, queued 12; no minimums                  true for all: no sum is 16
+            batch of 16, queued: B, B of 8; A reserves half of it     true for A alone
+            batch of 16, queued: A of 8, B of 4; nothing reserved     true for both: no sum is 16
 
         A sender that is waited for pauses only because of its own groups (`environment_status`,
         `may_overfill`): a batch's worth from every sender makes a batch.
