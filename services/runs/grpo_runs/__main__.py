@@ -46,8 +46,8 @@ def _start(kind: type[RunSettings], below: Path | None = None) -> NoReturn:
     )
     _require_usable_tasks(settings)
     if settings.starts_all:
-        _run(settings, "commands.demo", "run_demo")
-    _run(settings, "commands.run", "run_together")
+        _run(settings, "commands.whole_run", "run_whole")
+    _run(settings, "commands.pair", "run_pair")
 
 
 def file_first(prog: str, words: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`grpo-run`: the inference server and the trainer of a run, from start to stop."""
+"""`grpo-run` without a task: the inference server and the trainer, from start to stop."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ SIGNALLED = 128
 """Exit statuses above it: a signal ended the trainer."""
 
 
-def run_together(settings: RunSettings, screen: Screen) -> int:
-    """`start_together`, and tells its end."""
-    status = start_together(settings, screen)
+def run_pair(settings: RunSettings, screen: Screen) -> int:
+    """`start_pair`, and tells its end."""
+    status = start_pair(settings, screen)
     state = "completed" if status == 0 else "stopped" if status > SIGNALLED else "failed"
     run = settings.run_id or default_run_id(settings.port)
     notifier = notifier_of(settings, screen.warning)
@@ -59,7 +59,7 @@ def run_together(settings: RunSettings, screen: Screen) -> int:
     return status
 
 
-def start_together(settings: RunSettings, screen: Screen) -> int:
+def start_pair(settings: RunSettings, screen: Screen) -> int:
     """Starts server and trainer, for a run without --task. Returns the trainer's exit status, or
     128 + n if signal n ended it. If the trainer was not started: 1 after a failure, 128 + n after
     signal n."""

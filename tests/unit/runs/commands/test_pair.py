@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.settings import load_settings
-from grpo_runs.commands.run import run_together
+from grpo_runs.commands.pair import run_pair
 from grpo_runs.process.ports import free_port
 from grpo_runs.settings.run import RunSettings
 from tests.support.process_table import is_alive
@@ -56,7 +56,7 @@ class Together:
         self.patch.setenv("STAND_IN_DOES", does)
         given = ["--model", "m", "--redis-url", "redis://127.0.0.1:1/0", "--port", str(free_port())]
         words = [*given, *arguments]
-        status = run_together(load_settings(RunSettings, words), self.shown)
+        status = run_pair(load_settings(RunSettings, words), self.shown)
         pids = (self.folder / "pids").read_text().split()
         assert not any(is_alive(int(pid)) for pid in pids)
         return status

@@ -20,8 +20,8 @@ from grpo_core.errors import GrpoError
 from grpo_core.process import ProcessFailed
 from grpo_core.settings import load_settings, resolved_yaml
 from grpo_runs.__main__ import with_config_of_resumed_run
-from grpo_runs.commands import demo
-from grpo_runs.commands.demo import NoTrainingStep, follow_training, run_demo
+from grpo_runs.commands import whole_run
+from grpo_runs.commands.whole_run import NoTrainingStep, follow_training, run_whole
 from grpo_runs.defaults import SIZE_NAMES
 from grpo_runs.process.stack import Stack, StopRequest
 from grpo_runs.report.evaluations import EvaluationsFile
@@ -297,7 +297,7 @@ def test_latest_follows_runs_in_the_default_place(
 def test_a_directory_that_was_used_since_the_check_is_refused(tmp_path: Path) -> None:
     settings, shown = load(*["--run-dir", str(tmp_path)]), Shown()
     (tmp_path / "config.yaml").touch()
-    assert run_demo(settings, shown) == 1
+    assert run_whole(settings, shown) == 1
     expected = f"failed (RunDirectoryUnusable): --run-dir {tmp_path}: this directory holds"
     assert shown.err.startswith(expected)
     assert shown.out == ""
@@ -309,10 +309,10 @@ def test_a_resume_that_fails_leaves_the_configuration(
     run = create_run_directory(tmp_path / "run", seed=0)
     run.config.write_text("seed: 1\n")
     failure = ProcessFailed("redis ended with status 1")
-    monkeypatch.setattr(demo, "start_services", Mock(side_effect=failure))
+    monkeypatch.setattr(whole_run, "start_services", Mock(side_effect=failure))
     told = tmp_path / "told"
     settings = load(*["--resume", str(run.path), "--seed", "2", "--on-end", f"tee {told}"])
-    assert run_demo(settings, Shown()) == 1
+    assert run_whole(settings, Shown()) == 1
     assert "failed: ProcessFailed: redis ended" in json.loads(told.read_text())["text"]
     assert run.config.read_text() == "seed: 1\n"
 

@@ -1,4 +1,4 @@
-"""`grpo-demo`: a whole training run on this machine, from start to summary."""
+"""A whole run: `grpo-demo`, and `grpo-run` with a task, from start to summary."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class NoTrainingStep(GrpoError):
     """All processes are running, but the trainer finished no step within `--step-deadline-s`."""
 
 
-def run_demo(settings: RunSettings, screen: Screen) -> int:
+def run_whole(settings: RunSettings, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request, contextlib.ExitStack() as held:
         try:
