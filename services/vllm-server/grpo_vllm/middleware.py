@@ -4,9 +4,9 @@ After a restart the engine may hold other weights than the run's. Until a traine
 ones back, health checks fail, and requests that generate are held for a while and then refused
 (`ReadinessGate`). All other requests pass. Weights may also be too old (`FollowGate`).
 
-Each request keeps the *generation number* that was current when it arrived (`InFlight`). An adapter
-is unloaded only when no request of its generation is left. A drain that exceeds its deadline ends
-the remaining requests with status 503.
+Each request belongs to the *cohort* that was current when it arrived (`InFlight`). An adapter is
+unloaded only when no request of its cohort is left. A drain that exceeds its deadline ends the
+remaining requests with status 503.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def samples_nothing(scope: Scope) -> bool:
 
 @dataclass(eq=False)
 class _Request:
-    generation: int
+    cohort: int
     task: asyncio.Task[None]
     given_up: bool = False
 
@@ -180,7 +180,7 @@ class _Request:
 class InFlight:
     """`on_dropped`: called for each request that a drain ends early."""
 
-    generation: int = 0
+    cohort: int = 0
     on_dropped: Callable[[], None] = field(default=lambda: None)
     _requests: set[_Request] = field(default_factory=set)
     _fewer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -188,14 +188,14 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def next_generation(self) -> int:
-        """Start a new generation for requests that arrive from now on; returns its number."""
-        self.generation += 1
-        return self.generation
+    def next_cohort(self) -> int:
+        """Start a new cohort for requests that arrive from now on; returns its number."""
+        self.cohort += 1
+        return self.cohort
 
-    async def finished_up_to(self, generation: int) -> None:
-        """Return when no request of this generation or an earlier one is left."""
-        while any(request.generation <= generation for request in self._requests):
+    async def finished_up_to(self, cohort: int) -> None:
+        """Return when no request of this cohort or an earlier one is left."""
+        while any(request.cohort <= cohort for request in self._requests):
             self._fewer.clear()
             await self._fewer.wait()
 
@@ -220,7 +220,7 @@ class InFlight:
 
         # A separate task, because cancelling it must not cancel the server's task.
         task = asyncio.ensure_future(app(scope, receive, note_and_send))
-        request = _Request(self.generation, task)
+        request = _Request(self.cohort, task)
         self._requests.add(request)
         try:
             await asyncio.wait([task])

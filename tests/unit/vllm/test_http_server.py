@@ -225,7 +225,7 @@ async def test_weights_are_free_once_no_request_is_left_that_can_use_them() -> N
     in_flight = InFlight()
     old = Flight(in_flight)
     await until_all_wait()
-    free = asyncio.create_task(in_flight.finished_up_to(in_flight.next_generation() - 1))
+    free = asyncio.create_task(in_flight.finished_up_to(in_flight.next_cohort() - 1))
     new = Flight(in_flight)
     await until_all_wait()
     assert not free.done()

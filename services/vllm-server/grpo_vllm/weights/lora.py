@@ -34,13 +34,13 @@ class AdapterRefused(GrpoError):
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """`request`: vLLM's record of the adapter, sent with every generation request. `generation`:
-    see `InFlight`."""
+    """`request`: vLLM's record of the adapter, sent with every generation request. `cohort`: see
+    `InFlight`."""
 
     version: PolicyVersion
     directory: Path
     request: Any
-    generation: int
+    cohort: int
 
     @property
     def name(self) -> str:
@@ -92,9 +92,7 @@ class AdapterSwitch:
             request = LoRARequest(name, self._numbers, str(directory))
             await self._add(request)
             former = self.current
-            self.current = LoadedAdapter(
-                version, directory, request, self._in_flight.next_generation()
-            )
+            self.current = LoadedAdapter(version, directory, request, self._in_flight.next_cohort())
             log.info("adapter.loaded", name=name, directory=str(directory))
             self._retire(former)
             return self.current
@@ -109,7 +107,7 @@ class AdapterSwitch:
         """Serve the base model again."""
         async with self._lock:
             former, self.current = self.current, None
-            self._in_flight.next_generation()
+            self._in_flight.next_cohort()
             self._retire(former)
 
     def directories_in_use(self) -> list[str]:
@@ -147,7 +145,7 @@ class AdapterSwitch:
             self._in_background(self._unload(former))
 
     async def _unload(self, former: LoadedAdapter) -> None:
-        await self._in_flight.finished_up_to(former.generation)
+        await self._in_flight.finished_up_to(former.cohort)
         await self._remove(former.request)
         self._former.remove(former)
         log.info("adapter.unloaded", name=former.name)
