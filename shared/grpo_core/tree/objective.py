@@ -50,7 +50,8 @@ class ObjectiveOptions(BaseModel):
         ge=0,
         lt=1,
         description="Last part of the longest allowed completion, as a fraction of it, in which a "
-        "completion's score loses up to 1, in proportion to its length",
+        "completion's score loses up to 1, in proportion to its length. Adds to the same penalty "
+        "in --reward-weights, overlong: use one of the two",
     )
     reward_coef: Annotated[float | None, Shown(default="1; 0 for distill")] = Field(
         None,
