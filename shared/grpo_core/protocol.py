@@ -19,7 +19,7 @@ PROTOCOL_HEADER = ("grpo-protocol", f"{PROTOCOL}, grpo {VERSION}")
 
 
 def require_same_protocol(header: str | None, service: str) -> None:
-    """Args: header: of the service's answer; None if it has none
+    """Compare the `header` of a service's answer with ours; None if the answer has none.
 
     Raises:
         OtherProtocol: the service is of a version that does not work with this one.

@@ -285,7 +285,7 @@ def read_summaries(path: Path) -> list[EvalSummary]:
 
 
 def summary_of(line: str | bytes, place: str) -> EvalSummary:
-    """Args: place: of the line, for the message. Raises `ResultsUnusable`."""
+    """Read a line of results. Raises `ResultsUnusable`, which names the `place` of the line."""
     return _parsed(EvalSummary, line, place)
 
 

@@ -32,7 +32,7 @@ class Provenance:
 
     @classmethod
     def of(cls, run: Path) -> Provenance:
-        """Args: run: directory of a run, or --save-path of a trainer.
+        """Read the record of a run. `run`: its directory, or --save-path of its trainer.
 
         Raises:
             BrokenProvenance: there is no record, or it cannot be read.
@@ -105,7 +105,7 @@ class Provenance:
 
 
 def provenance_file(run: Path) -> Path:
-    """Args and errors as of `Provenance.of`."""
+    """Find the record of a run; argument and error as of `Provenance.of`."""
     places = (run / PROVENANCE, run / _CHECKPOINTS / PROVENANCE)
     found = next((file for file in places if file.is_file()), None)
     if found is None:

@@ -49,7 +49,7 @@ def write_step(
 
 
 def write_lines(directory: Path, step: int, lines: bytes, keep: int | None = None) -> Path:
-    """As `write_step`; returns the file's path."""
+    """Write the lines of a step's file, as `write_step`; returns its path."""
     target = file_of_step(directory, step)
     part = target.with_name(f".{target.name}{_PART}")
     directory.mkdir(parents=True, exist_ok=True)

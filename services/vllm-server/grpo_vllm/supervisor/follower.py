@@ -61,10 +61,12 @@ class Progress:
 
 
 class Follower:
-    """Args:
-    max_staleness: steps; None for no limit
-    check: whether this server can serve a version
-    report: returns when others can read `progress`
+    """Fetches the newest announced version, then commits it.
+
+    Args:
+        max_staleness: steps; None for no limit
+        check: whether this server can serve a version
+        report: returns when others can read `progress`
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class Follower:
                 task.cancel()
 
     def begin_after(self, version: PolicyVersion) -> None:
-        """Follow only versions above this one: the newest one is of no use to this server."""
+        """Follow only versions above this one: this server serves --model in its place."""
         self._seen = version
 
     async def close(self) -> None:

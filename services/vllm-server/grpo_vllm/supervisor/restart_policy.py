@@ -14,7 +14,7 @@ STABLE_AFTER_S = 60.0
 
 
 class RestartPolicy:
-    """Args: limit: failures in a row after which the supervisor gives up."""
+    """Counts failed engines. `limit`: failures in a row after which the supervisor gives up."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit

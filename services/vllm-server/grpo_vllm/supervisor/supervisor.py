@@ -235,7 +235,8 @@ class Supervisor:
         return started.is_set()
 
     async def _begin_serving(self, follows: bool) -> None:
-        """Args: follows: versions may have been announced while the engine started"""
+        """Report that the engine serves. `follows`: look first for versions that were announced
+        while it started."""
         self._policy.serving()
         if self._follower is not None and follows:
             self._follower.returned()

@@ -129,7 +129,7 @@ class Fetcher:
         self.failed_sources = 0
 
     async def fetch(self, wanted: Announcement, held: Mapping[str, Staged]) -> Staged:
-        """Args: held: by id, versions on this host to which deltas may refer.
+        """Bring a version to this host. `held`: by id, those on it to which deltas may refer.
 
         Raises:
             NotFetched: no source sent all of it. Another attempt may succeed.

@@ -170,9 +170,8 @@ class AdapterSwitch:
 
 
 def _require_all_used(workers: Sequence[Mapping[str, list[str]]]) -> None:
-    """Args: workers: the `adapter_modules` of each
-
-    Raises `ValueError`: vLLM has left modules of the adapter out."""
+    """Raises `ValueError` if vLLM has left modules of the adapter out. `workers`: the
+    `adapter_modules` of each."""
     held, computed = (sorted({n for w in workers for n in w[key]}) for key in ("held", "computed"))
     unused = [name for name in held if name not in computed]
     if unused:

@@ -84,11 +84,13 @@ class CpuAdapters(PunicaWrapperCPU):  # type: ignore[misc]
         output_slices: tuple[int, ...],
         **kwargs: Any,
     ) -> None:
-        """Args:
-        y: [T, sum(output_slices)], changed in place
-        x: [T, in]
-        lora_a_stacked: for each slice [S, 1, r, in]
-        lora_b_stacked: for each slice [S, 1, out, r]
+        """Add to each row of `y` what its adapter computes from `x`.
+
+        Args:
+            y: [T, sum(output_slices)], changed in place
+            x: [T, in]
+            lora_a_stacked: for each slice [S, 1, r, in]
+            lora_b_stacked: for each slice [S, 1, out, r]
         """
         del kwargs
         torch.ops.vllm.grpo_add_adapters(
