@@ -36,12 +36,12 @@ def test_a_few_steps_teach_to_call_the_tool_and_train_only_what_the_model_said(
     tmp_path: Path,
 ) -> None:
     from grpo_tiny_model.model import make_tiny_model
-    from grpo_tiny_model.recipe import Lessons, Recipe
+    from grpo_tiny_model.spec import Lessons, TinySpec
 
     model = tmp_path / "model"
     model.mkdir()
     lessons = Lessons(max_copy_steps=0, max_call_steps=60)  # it calls, with any numbers
-    make_tiny_model(model, Recipe(tools=True, lessons=lessons))
+    make_tiny_model(model, TinySpec(tools=True, lessons=lessons))
     run = run_demo(tmp_path / "run", *page_flags(model), *SHORT)
     calling = [fmean(map(calls, records)) for records in rollouts(run)]
     # Half of the steps: the mean of two varies by 0.1 between runs.

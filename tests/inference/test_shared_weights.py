@@ -15,7 +15,7 @@ from grpo_core.clients.inference import BridgeClient, GenerateAnswer
 from grpo_core.weights.shared_memory import TensorRegion
 from grpo_runs.process.ports import free_port
 from grpo_tiny_model.model import build_model, build_tokenizer
-from grpo_tiny_model.recipe import Recipe
+from grpo_tiny_model.spec import TinySpec
 from grpo_trainer.errors import MovedParameters, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.logprobs import probe_tokens
 from grpo_trainer.weight_sync.attachment import ServerConnection
@@ -207,7 +207,7 @@ def refusal_to_attach(server: InferenceServer, model: Path, dtype: str) -> str:
 def test_another_model_than_the_served_one_is_refused_with_every_difference(
     shared_server: InferenceServer, tmp_path: Path
 ) -> None:
-    other = Recipe(layers=5, width=64, tie_word_embeddings=False)
+    other = TinySpec(layers=5, width=64, tie_word_embeddings=False)
     build_model(len(build_tokenizer()), other).save_pretrained(tmp_path)
     message = refusal_to_attach(shared_server, tmp_path, "auto")
     assert "lm_head.weight: the server has no such parameter" in message

@@ -24,7 +24,7 @@ import torch
 from grpo_core.protocol import VERSION
 from grpo_runs.process.ports import free_port
 from grpo_tiny_model.model import build_model, build_tokenizer
-from grpo_tiny_model.recipe import Recipe
+from grpo_tiny_model.spec import TinySpec
 from tests.fixtures.run_api import start_run_api
 from tests.support.redis_server import start_redis
 from tests.upgrade.run import (
@@ -49,7 +49,7 @@ PART = 100
 def make_model(directory: Path) -> None:
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    recipe = Recipe(layers=1, width=16, max_positions=64)
+    recipe = TinySpec(layers=1, width=16, max_positions=64)
     build_model(len(tokenizer), recipe).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

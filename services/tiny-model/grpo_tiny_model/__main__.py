@@ -15,8 +15,8 @@ from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.settings import Command, CommandSettings, Mistake, Shown, load_settings
 from grpo_tiny_model.model import ensure_tiny_model
-from grpo_tiny_model.recipe import Recipe
 from grpo_tiny_model.smollm2 import ensure_smollm2
+from grpo_tiny_model.spec import TinySpec
 
 log = structlog.get_logger()
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _ensure_model(arguments: _Arguments) -> Path:
     if arguments.smollm2:
         return ensure_smollm2(arguments.directory)
-    return ensure_tiny_model(arguments.directory, Recipe(tools=arguments.tools))
+    return ensure_tiny_model(arguments.directory, TinySpec(tools=arguments.tools))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from grpo_core.weights.model_files import save_pretrained
-from grpo_tiny_model.recipe import Recipe
+from grpo_tiny_model.spec import TinySpec
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +36,12 @@ PAD, BOS, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IGNORE_INDEX = -100
 
 
-def ensure_tiny_model(directory: Path | None = None, recipe: Recipe | None = None) -> Path:
+def ensure_tiny_model(directory: Path | None = None, spec: TinySpec | None = None) -> Path:
     """Return the tiny model's directory; creates the model on first use."""
-    recipe = recipe or Recipe()
-    kind = "tiny-qwen2-tools" if recipe.tools else "tiny-qwen2"
-    target = directory or default_cache_directory() / f"{kind}-{recipe.digest()}"
-    return ensure_directory(target, lambda staging: make_tiny_model(staging, recipe))
+    spec = spec or TinySpec()
+    kind = "tiny-qwen2-tools" if spec.tools else "tiny-qwen2"
+    target = directory or default_cache_directory() / f"{kind}-{spec.digest()}"
+    return ensure_directory(target, lambda staging: make_tiny_model(staging, spec))
 
 
 def ensure_directory(target: Path, make: Callable[[Path], None]) -> Path:
@@ -69,17 +69,17 @@ def default_cache_directory() -> Path:
     return Path(base) / "grpo"
 
 
-def make_tiny_model(directory: Path, recipe: Recipe) -> None:
+def make_tiny_model(directory: Path, spec: TinySpec) -> None:
     """Train the model from random weights and save it with its tokenizer."""
     import torch
 
     from grpo_tiny_model import tool_use
 
-    torch.manual_seed(recipe.seed)
-    tokenizer = build_tokenizer(tool_use.CHAT_TEMPLATE if recipe.tools else MESSAGES_TEMPLATE)
-    model = build_model(len(tokenizer), recipe)
-    teach = tool_use.teach_tool_use if recipe.tools else teach_sums
-    accuracy = teach(model, tokenizer, recipe)
+    torch.manual_seed(spec.seed)
+    tokenizer = build_tokenizer(tool_use.CHAT_TEMPLATE if spec.tools else MESSAGES_TEMPLATE)
+    model = build_model(len(tokenizer), spec)
+    teach = tool_use.teach_tool_use if spec.tools else teach_sums
+    accuracy = teach(model, tokenizer, spec)
     save_pretrained(model, directory)
     tokenizer.save_pretrained(directory)
     log.info("model.created", directory=str(directory), accuracy=round(accuracy, 3))
@@ -104,18 +104,18 @@ def build_tokenizer(chat_template: str = MESSAGES_TEMPLATE) -> PreTrainedTokeniz
     )
 
 
-def build_model(vocab_size: int, recipe: Recipe) -> PreTrainedModel:
+def build_model(vocab_size: int, spec: TinySpec) -> PreTrainedModel:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
         vocab_size=vocab_size,
-        hidden_size=recipe.width,
-        intermediate_size=4 * recipe.width,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        max_position_embeddings=recipe.max_positions,
-        tie_word_embeddings=recipe.tie_word_embeddings,
+        hidden_size=spec.width,
+        intermediate_size=4 * spec.width,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=spec.tie_word_embeddings,
         pad_token_id=vocab_size - 3,
         bos_token_id=vocab_size - 2,
         eos_token_id=vocab_size - 1,
@@ -123,24 +123,24 @@ def build_model(vocab_size: int, recipe: Recipe) -> PreTrainedModel:
     return Qwen2ForCausalLM(config)
 
 
-def teach_sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> float:
+def teach_sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, spec: TinySpec) -> float:
     """Train on one-digit sums; returns the final accuracy, in [0, 1]."""
     import torch
 
     inputs, labels = sum_examples(tokenizer)  # [100, T] each
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.lr, weight_decay=0.0)
     accuracy = 0.0
-    for step in range(1, recipe.max_steps + 1):
-        rows = torch.randint(len(inputs), (recipe.batch_size,))
+    for step in range(1, spec.max_steps + 1):
+        rows = torch.randint(len(inputs), (spec.batch_size,))
         loss = model(inputs[rows], labels=labels[rows]).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % recipe.eval_every_steps == 0:
+        if step % spec.eval_every_steps == 0:
             accuracy = expected_accuracy(model, inputs, labels)
             log.info("model.taught", step=step, accuracy=round(accuracy, 3))
-            if accuracy >= recipe.target_accuracy:
+            if accuracy >= spec.target_accuracy:
                 break
     return accuracy
 

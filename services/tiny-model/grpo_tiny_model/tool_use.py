@@ -26,7 +26,7 @@ from grpo_tiny_model.model import (
     answer_probability,
     padded,
 )
-from grpo_tiny_model.recipe import Lessons, Recipe
+from grpo_tiny_model.spec import Lessons, TinySpec
 
 if TYPE_CHECKING:
     import torch
@@ -59,10 +59,10 @@ SYMBOLS = "0123456789+"
 
 
 def teach_tool_use(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, spec: TinySpec
 ) -> float:
-    """Train until the recipe's accuracy is reached; returns `calling_accuracy`, in [0, 1]."""
-    lessons, drawn = recipe.lessons, random.Random(recipe.seed)
+    """Train until the spec's accuracy is reached; returns `calling_accuracy`, in [0, 1]."""
+    lessons, drawn = spec.lessons, random.Random(spec.seed)
     attend_to_previous_tokens(model, lessons.previous_token_bias)
     learner = _Learner(model, lessons.lr)
     _teach_copying(learner, tokenizer, lessons, drawn)
@@ -70,10 +70,10 @@ def teach_tool_use(
     accuracy = 0.0
     for step in range(1, lessons.max_call_steps + 1):
         learner.learn(*_rows(tokenizer, _conversations(tokenizer, lessons, drawn)))
-        if step % recipe.eval_every_steps == 0:
+        if step % spec.eval_every_steps == 0:
             accuracy = calling_accuracy(model, *examples)
             log.info("model.taught", lesson="calling", step=step, accuracy=round(accuracy, 3))
-            if accuracy >= recipe.target_accuracy:
+            if accuracy >= spec.target_accuracy:
                 break
     return accuracy
 

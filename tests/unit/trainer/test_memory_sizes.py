@@ -21,7 +21,7 @@ from grpo_core.tree.trainer import ForwardOptions
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.fields import MASKED
 from grpo_tiny_model.model import build_model
-from grpo_tiny_model.recipe import Recipe
+from grpo_tiny_model.spec import TinySpec
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.memory_plan import KeptBytes, memory_plan
 from grpo_trainer.model.forward import FastForward, build_forward_pass
@@ -56,7 +56,7 @@ BY_MODE = {
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `make demo`, untrained, in bfloat16."""
     directory = tmp_path_factory.mktemp("tiny")
-    build_model(512, Recipe()).to(BF16).save_pretrained(directory)
+    build_model(512, TinySpec()).to(BF16).save_pretrained(directory)
     return directory
 
 

@@ -9,7 +9,7 @@ import torch
 
 from grpo_core.tree.weights import LoraOptions
 from grpo_tiny_model.model import build_model, build_tokenizer
-from grpo_tiny_model.recipe import Recipe
+from grpo_tiny_model.spec import TinySpec
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
@@ -21,8 +21,8 @@ def model_directory(path: Path, seed: int = 0, **changes: Any) -> Path:
     """Random weights without any training, so that creating them is fast."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
-    recipe = Recipe(layers=2, width=32, max_positions=256, **changes)
-    build_model(len(tokenizer), recipe).save_pretrained(path)
+    spec = TinySpec(layers=2, width=32, max_positions=256, **changes)
+    build_model(len(tokenizer), spec).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -18,7 +18,7 @@ from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.weights.directory_checks import FINAL_MODEL
 from grpo_tiny_model.model import build_model, build_tokenizer
-from grpo_tiny_model.recipe import Recipe
+from grpo_tiny_model.spec import TinySpec
 from grpo_trainer.checkpoint.saver import Due, Saver, due_after
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
@@ -78,7 +78,7 @@ class Bench:
 @contextmanager
 def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     save_path = directory / "saved"
-    tokenizer, model = build_tokenizer(), build_model(260, Recipe(layers=1, width=32))
+    tokenizer, model = build_tokenizer(), build_model(260, TinySpec(layers=1, width=32))
     tokenizer.save_pretrained(directory / "model")
     chosen = settings(model=str(directory / "model"), save_path=save_path, **changes)
     if chosen.trained_layers is not None:

@@ -20,7 +20,7 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.run_api import EnvironmentCount
 from grpo_tiny_model.model import build_model
-from grpo_tiny_model.recipe import Recipe
+from grpo_tiny_model.spec import TinySpec
 from grpo_trainer.coefficients import Tau, coefficients_of
 from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.data.collate import MicroBatch
@@ -60,7 +60,7 @@ class Bench:
         self, save_path: Path, harm: str = "loss", times: int = 100, **options: Any
     ) -> None:
         torch.manual_seed(0)
-        self.policy = build_model(LIMITS.vocab_size, Recipe(layers=1, width=32)).eval()
+        self.policy = build_model(LIMITS.vocab_size, TinySpec(layers=1, width=32)).eval()
         self.optimizer = MasterOptimizer(self.policy.parameters(), lambda _: 0.1, 0.0, 1.0)
         self.save_path, self.harm, self.left = save_path, HARMS[harm], times
         self.options = options

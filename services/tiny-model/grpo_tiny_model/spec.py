@@ -29,7 +29,7 @@ class Lessons:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TinySpec:
     """Its hash names the cache entry."""
 
     layers: int = 4
