@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 EVERY_ADDRESS = "::"
+LOOPBACK = "127.0.0.1"
 _TCP_LISTEN = "0A"
 
 
@@ -38,7 +39,7 @@ def in_url(host: str) -> str:
 def url_on_this_host(host: str, port: int) -> str:
     """URL for clients on this host of what listens on an address."""
     is_every_address = host in (EVERY_ADDRESS, "0.0.0.0")  # noqa: S104 - it is compared
-    return f"http://{'127.0.0.1' if is_every_address else in_url(host)}:{port}"
+    return f"http://{LOOPBACK if is_every_address else in_url(host)}:{port}"
 
 
 def is_own_listener(port: int) -> bool:

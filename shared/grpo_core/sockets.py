@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from grpo_core.listening import LOOPBACK
 from grpo_core.security import is_loopback
 
 SILENT_S = 30
@@ -66,5 +67,5 @@ def proxy_for(url: str) -> str | None:
 def no_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables with which no library uses a proxy for loopback. `no_proxy` hides `NO_PROXY`."""
     known = environment.get("no_proxy") or environment.get("NO_PROXY")
-    value = "*" if known == "*" else ",".join(filter(None, [known, "127.0.0.1", "localhost"]))
+    value = "*" if known == "*" else ",".join(filter(None, [known, LOOPBACK, "localhost"]))
     return {"NO_PROXY": value, "no_proxy": value}

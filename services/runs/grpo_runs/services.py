@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError
+from grpo_core.listening import LOOPBACK
 from grpo_core.process import describe_exit, killed_with_parent
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
 from grpo_core.redis.url import WITHOUT_REDIS, redis_password
@@ -39,7 +40,6 @@ from grpo_runs.run_directory import MODEL_JOB, RUNS, RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.settings.run import RunSettings
 from grpo_runs.settings.views import (
-    HOST,
     Places,
     environment_values,
     run_api_values,
@@ -219,7 +219,7 @@ def _weights_address(settings: RunSettings, places: Places) -> dict[str, str]:
         return {name: os.environ[name] for name in names if name in os.environ}
     if settings.servers == 1:
         return {}
-    return dict(zip(names, (HOST, str(free_port())), strict=True))
+    return dict(zip(names, (LOOPBACK, str(free_port())), strict=True))
 
 
 def model_job(model: str, path_file: Path, threads: int) -> Service:
@@ -317,7 +317,7 @@ def _accept_connections(*urls: str) -> bool:
 
 
 def redis_url(port: int) -> str:
-    return f"redis://{HOST}:{port}/0"
+    return f"redis://{LOOPBACK}:{port}/0"
 
 
 def weights_socket_path(directory: Path) -> Path:

@@ -20,7 +20,7 @@ import structlog
 from grpo_core.closing import ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
-from grpo_core.listening import is_own_listener
+from grpo_core.listening import LOOPBACK, is_own_listener
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.redis.url import known_password, redis_password
 
@@ -95,7 +95,7 @@ def redis_command(
         binary or redis_binary(),
         *(() if password is None else (str(_configuration(directory, password)),)),
         *("--port", str(port)),
-        *("--bind", "127.0.0.1"),
+        *("--bind", LOOPBACK),
         *("--dir", str(directory)),
         *("--appendonly", "yes"),
         *("--appendfsync", appendfsync),
@@ -138,7 +138,7 @@ def answers_ping(port: int, password: str | None = None) -> bool:
 def _client(port: int, password: str | None) -> redis.Redis:
     user = None if password is None else "default"  # accepted by a Redis without a password
     return redis.Redis(
-        host="127.0.0.1",
+        host=LOOPBACK,
         port=port,
         username=user,
         password=password,
@@ -275,7 +275,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 def _listens(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), _CONNECT_S).close()
+        socket.create_connection((LOOPBACK, port), _CONNECT_S).close()
     except OSError:
         return False
     return True

@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import PayloadEncodingError
 from pydantic_core import from_json
 
+from grpo_core.listening import LOOPBACK
 from grpo_env.bridges import completions_api, messages_api, responses_api
 from grpo_env.bridges.chat import MODEL, Chat, LimitReached, RequestUnusable
 from grpo_env.tasks import ContextFull, MessagesUnusable
@@ -34,7 +35,6 @@ _MISREAD = re.compile(r"\b\d{3,}\b|rate[\s_-]*limit|too many requests", re.IGNOR
 """Agents look for them in the text of an error: in "1429 tokens", smolagents reads the status 429
 and waits for minutes."""
 _LARGEST_REQUEST_BYTES = 64 * 2**20
-_LOOPBACK = "127.0.0.1"
 _APIS: Mapping[str, Any] = {
     "chat/completions": completions_api,
     "responses": responses_api,
@@ -101,7 +101,7 @@ class ChatEndpoint:
         # A rollout that is given up also ends its request to the inference server.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, _LOOPBACK, 0).start()
+        await web.TCPSite(self._runner, LOOPBACK, 0).start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}/v1"
         return self

@@ -11,10 +11,10 @@ from functools import cached_property, lru_cache
 
 import httpx
 
+from grpo_core.listening import LOOPBACK
 from grpo_core.service_url import ServiceUrl
 
 _PORTS = {"http": 80, "https": 443}
-_LOOPBACK = "127.0.0.1"
 
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
 """The addresses of a name and a port; empty if it has none now."""
@@ -42,7 +42,7 @@ class Place:
 def place_key(url: str) -> str:
     """With and without /v1, and with either name of the loopback address, a URL has one key."""
     parsed = httpx.URL(url.rstrip("/").removesuffix("/v1"))
-    host = _LOOPBACK if parsed.host == "localhost" else parsed.host
+    host = LOOPBACK if parsed.host == "localhost" else parsed.host
     port = parsed.port or _PORTS.get(parsed.scheme)
     return f"{parsed.scheme}://{host}:{port}{parsed.path.rstrip('/')}"
 

@@ -12,6 +12,7 @@ from grpo_core.clients.service import ServiceClient
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.results import EvalResult, read_results, save
 from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
+from grpo_core.listening import LOOPBACK
 from grpo_core.process import describe_exit
 from grpo_core.security import plain
 from grpo_core.settings.machine import MADE_HERE
@@ -26,7 +27,7 @@ from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.services import MODULES, NO_COMPILER, child_environment, make_model, module
 from grpo_runs.settings.evaluate import EvalSettings
-from grpo_runs.settings.views import HOST, secret_variables, url
+from grpo_runs.settings.views import secret_variables, url
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.news import ServiceNews
 
@@ -129,7 +130,7 @@ def inference_server(
         command=module(
             MODULES[SERVER],
             *given_words(VIEWS[SERVER], settings.server(model)),
-            *("--host", HOST, "--port", port, "--health-port", free_port()),
+            *("--host", LOOPBACK, "--port", port, "--health-port", free_port()),
             *("--redis-url", "none"),
             *flags,
             *settings.engine_words(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
+from grpo_core.listening import LOOPBACK
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.redis.url import redis_password, with_password
 from grpo_core.security import plain
@@ -64,7 +65,7 @@ from grpo_runs.services import (
     weights_socket_path,
 )
 from grpo_runs.settings.run import RunSettings
-from grpo_runs.settings.views import HOST, Places
+from grpo_runs.settings.views import Places
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import ServiceLogs
 from grpo_runs.watch.news import ServiceNews
@@ -140,7 +141,7 @@ def page_beside(settings: RunSettings, run: RunDirectory, screen: Screen) -> Ite
         return
     from grpo_runs.watch.serve import PageServer, has_browser, live_runs
 
-    page = PageServer(live_runs([run.path], plain(settings.run_api_token)), HOST, port=0)
+    page = PageServer(live_runs([run.path], plain(settings.run_api_token)), LOOPBACK, port=0)
     with page.in_a_thread():
         screen.line(f"watch this run at {page.url}")
         if has_browser():

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from grpo_core.listening import url_on_this_host
+from grpo_core.listening import LOOPBACK, url_on_this_host
 from grpo_core.redis.keys import default_run_id
 from grpo_core.redis.url import WITHOUT_REDIS
 from grpo_core.rollouts.files import ROLLOUTS
@@ -25,7 +25,6 @@ from grpo_runs.models import default_max_model_len
 from grpo_runs.run_directory import RunDirectory, server_names
 from grpo_runs.settings.launch_options import LaunchOptions
 
-HOST = "127.0.0.1"
 RESIDENT_ADAPTERS = 2
 """The newest one, and the previous one until its requests in flight are answered."""
 WARMUP_STEPS = 5
@@ -35,7 +34,7 @@ _UNKNOWN_REDIS = "redis://127.0.0.1:6379/0"
 
 
 def url(port: int) -> str:
-    return f"http://{HOST}:{port}"
+    return f"http://{LOOPBACK}:{port}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Places:
     bridge_config: Path
     run: RunDirectory | None = None
     teacher_port: int = 0
-    host: str = HOST
+    host: str = LOOPBACK
 
     @classmethod
     def of(
@@ -241,7 +240,7 @@ def teacher_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     """Of the teacher's server, which takes no part in the run."""
     return {
         "model": places.teacher_model(settings),
-        "host": HOST,
+        "host": LOOPBACK,
         "port": places.teacher_port,
         "redis_url": SecretStr(WITHOUT_REDIS),
         "log_level": settings.log_level,
@@ -315,7 +314,7 @@ def environment_values(settings: LaunchOptions, places: Places, task: str) -> di
 
 def run_api_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     return settings.given(RUN_API) | {
-        "host": HOST,
+        "host": LOOPBACK,
         "port": urlsplit(places.run_api_url).port,
         "run_id": places.run_id,
         "log_level": settings.log_level,

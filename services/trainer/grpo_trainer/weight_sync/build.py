@@ -19,7 +19,7 @@ import structlog
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.deadline import Deadline
 from grpo_core.process import ManagedProcess, ProcessFailed
-from grpo_core.security import plain
+from grpo_core.security import is_loopback, plain
 from grpo_core.sockets import proxy_for
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import (
@@ -49,7 +49,6 @@ mode, so if grpo starts no server it only logs that they are unused."""
 MAX_MODEL_LEN = 4096
 """The default of --max-model-len, unless the model allows less."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 END_GRACE_S = 60.0
 """Time for the server to answer its requests in flight."""
 _POLL_S = 0.2
@@ -136,7 +135,7 @@ def inference_server(settings: TrainerSettings) -> Iterator[None]:
         NoSuchDevice: --vllm-gpu names a GPU that this process cannot see.
     """
     chosen, (host, port) = settings.sync, _address(settings.inference_url)
-    is_local = host in LOOPBACK
+    is_local = is_loopback(host)
     if settings.num_inference_nodes and settings.run_id:
         _mention_unused(settings)
         yield  # the servers are found in Redis

@@ -22,7 +22,7 @@ from starlette.responses import FileResponse
 from starlette.routing import Route
 
 from grpo_core.http_connections import LimitedProtocol
-from grpo_core.listening import EVERY_ADDRESS, in_url, listen
+from grpo_core.listening import EVERY_ADDRESS, LOOPBACK, in_url, listen
 from grpo_core.security import BearerTokenGuard, SameSiteOnly, is_loopback
 from grpo_core.tree.weights import SERVED_KEPT
 from grpo_core.weights.delta import write_delta
@@ -182,7 +182,6 @@ def _version_named(name: str) -> PolicyVersion | None:
 log = structlog.get_logger()
 
 PREFIX = "/weights"
-LOOPBACK_ADDRESS = "127.0.0.1"
 _KEEP_ALIVE_S = 60
 _STOP_S = 5
 
@@ -212,7 +211,7 @@ class WeightSource:
             SourcePortTaken: another process listens on the port.
         """
         is_local = self._address is None or is_loopback(self._address)
-        host = LOOPBACK_ADDRESS if is_local else EVERY_ADDRESS
+        host = LOOPBACK if is_local else EVERY_ADDRESS
         if not is_local and self._api_key is None:
             log.warning(
                 "weights.unprotected",
@@ -230,7 +229,7 @@ class WeightSource:
         app = Starlette(routes=[Route(f"{PREFIX}/{{version}}/{{name}}", self._file)])
         guarded = SameSiteOnly(
             BearerTokenGuard(app, self._api_key, open_paths=(), credential="VLLM_API_KEY"),
-            hosts=[self._address or LOOPBACK_ADDRESS],
+            hosts=[self._address or LOOPBACK],
         )
         self._server = _ThreadServer(
             uvicorn.Config(
@@ -252,7 +251,7 @@ class WeightSource:
         port = listening.getsockname()[1]
         return [
             self._root.absolute().as_uri(),
-            f"http://{in_url(self._address or LOOPBACK_ADDRESS)}:{port}{PREFIX}",
+            f"http://{in_url(self._address or LOOPBACK)}:{port}{PREFIX}",
         ]
 
     def close(self) -> None:
