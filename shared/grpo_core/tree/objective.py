@@ -1,4 +1,4 @@
-"""Options of the objective. One names a recipe, and each of the others overrides a part of it."""
+"""Options of the objective. One names a preset, and each of the others overrides a part of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_core.tree.objectives import (
     resolved,
 )
 
-BY_RECIPE = Shown(default="that of --objective")
+BY_PRESET = Shown(default="that of --objective")
 
 
 class ObjectiveOptions(BaseModel):
@@ -34,9 +34,9 @@ class ObjectiveOptions(BaseModel):
 
     objective: ObjectiveName = Field(
         "grpo",
-        description="Named recipe that sets the options below it; each of them can be overridden",
+        description="Named preset that sets the options below it; each of them can be overridden",
     )
-    advantage: Annotated[str | None, BY_RECIPE] = Field(
+    advantage: Annotated[str | None, BY_PRESET] = Field(
         None,
         description="How advantages follow from scores. group_std: the distance to the group's "
         "mean, divided by the group's standard deviation. group_mean: not divided. leave_one_out: "
@@ -65,7 +65,7 @@ class ObjectiveOptions(BaseModel):
         description="Weight of the teacher's advantages: each token's advantage gains this number "
         "times the teacher's logprob minus the student's. The environment needs --teacher-url",
     )
-    loss: Annotated[str | None, BY_RECIPE] = Field(
+    loss: Annotated[str | None, BY_PRESET] = Field(
         None,
         description="How importance ratio and advantage form the loss. clip: PPO's clipped "
         "surrogate. cispo: the clipped ratio is a constant factor of the token's logprob. "
@@ -82,12 +82,12 @@ class ObjectiveOptions(BaseModel):
     clip_eps_high: Annotated[
         float | None, Shown(default="that of --objective; --clip-eps if it has none")
     ] = Field(None, gt=0, description="Upper part of the clipping range; see --clip-eps")
-    importance_level: Annotated[Level | None, BY_RECIPE] = Field(
+    importance_level: Annotated[Level | None, BY_PRESET] = Field(
         None,
         description="Importance ratio that is clipped: of each token, or the geometric mean of "
         "those of a sequence",
     )
-    importance_correction: Annotated[CorrectionName | None, BY_RECIPE] = Field(
+    importance_correction: Annotated[CorrectionName | None, BY_PRESET] = Field(
         None,
         description="What happens to tokens whose importance ratio is above "
         "--importance-correction-cap. truncate: the ratio counts as the cap. mask: the tokens are "
@@ -108,7 +108,7 @@ class ObjectiveOptions(BaseModel):
         "trainer's own logprobs from before the update take their place, so their importance "
         "ratios are 1, and nothing corrects or checks how the tokens were sampled",
     )
-    aggregation: Annotated[AggregationName | None, BY_RECIPE] = Field(
+    aggregation: Annotated[AggregationName | None, BY_PRESET] = Field(
         None,
         description="How the losses of tokens add up. sequence: mean over each sequence's tokens, "
         "then over sequences. token: mean over all tokens. constant: sum over all tokens, divided "
@@ -138,10 +138,10 @@ class ObjectiveOptions(BaseModel):
         description="Another reference model with the same tokenizer: a directory or an id on the "
         "Hugging Face hub. It is a copy of its own, in the LoRA modes too",
     )
-    kl_estimator: Annotated[KlEstimatorName | None, BY_RECIPE] = Field(
+    kl_estimator: Annotated[KlEstimatorName | None, BY_PRESET] = Field(
         None, description="Estimator of the KL divergence from a sampled token"
     )
-    kl_in: Annotated[KlPlace | None, BY_RECIPE] = Field(
+    kl_in: Annotated[KlPlace | None, BY_PRESET] = Field(
         None,
         description="Where the penalty is: in the loss of each token, in the score of each "
         "completion, or, for --advantage maxent, in the weights of a group's completions",
@@ -199,7 +199,7 @@ class ObjectiveOptions(BaseModel):
 
     @property
     def resolved_objective(self) -> Objective:
-        """The recipe with the parts that were given."""
+        """The preset with the parts that were given."""
         names = (part.name for part in fields(Objective))
         return resolved(self.objective, {name: getattr(self, name) for name in names})
 

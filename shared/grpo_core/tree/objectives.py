@@ -80,7 +80,7 @@ class Objective:
 
 GRPO = Objective()
 
-RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
+PRESETS: Mapping[ObjectiveName, Mapping[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300, equation 3 without its KL term; the average over a sequence's
     # tokens and then over sequences, the deviation of the group's scores.
     "grpo": {},
@@ -136,14 +136,14 @@ RECIPES: Mapping[ObjectiveName, Mapping[str, Any]] = {
         "aggregation": "token",
     },
 }
-"""The parts in which a recipe differs from `Objective`'s defaults. None has a KL penalty
+"""The parts in which a preset differs from `Objective`'s defaults. None has a KL penalty
 unless --kl-coef asks for one."""
 
 
 def resolved(name: ObjectiveName, chosen: Mapping[str, Any]) -> Objective:
-    """The recipe with the parts that were chosen instead. Args: chosen: None where none was."""
-    recipe = dict(RECIPES[name])
+    """The preset with the parts that were chosen instead. Args: chosen: None where none was."""
+    preset = dict(PRESETS[name])
     given = {part: value for part, value in chosen.items() if value is not None}
-    if "clip_eps" in given and "clip_eps_high" not in given | recipe:
-        recipe["clip_eps_high"] = given["clip_eps"]
-    return Objective(**recipe | given)
+    if "clip_eps" in given and "clip_eps_high" not in given | preset:
+        preset["clip_eps_high"] = given["clip_eps"]
+    return Objective(**preset | given)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from grpo_core.settings import CommandSettings, Given, OptionsInvalid, settings_of
 from grpo_core.settings.options import options_of
 from grpo_core.settings.sources import read_keys, read_variables
-from grpo_core.tree.objectives import RECIPES
+from grpo_core.tree.objectives import PRESETS
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_env.settings import EnvServerSettings
 from grpo_runs.offline.errors import KeysInvalid
@@ -129,7 +129,7 @@ def trainer_command(
         ),
         "state_interval": Given(steps, _SIZES),
     }
-    kl_in = keys.grpo.get("kl_in") or _recipe(keys).get("kl_in")
+    kl_in = keys.grpo.get("kl_in") or _preset(keys).get("kl_in")
     if train.kl_coef and _is_free("kl_estimator", keys) and kl_in != "weights":
         own["kl_estimator"] = Given(_KL_ESTIMATOR, "train.kl_coef")
     if train.kl_coef and keys.model.ref_id != keys.model.train_id:
@@ -223,13 +223,13 @@ def _dtype(keys: OfflineKeys, sampling: Sampling) -> str:
     return "bfloat16" if is_on_gpu else "float32"
 
 
-def _recipe(keys: OfflineKeys) -> Mapping[str, Any]:
-    return RECIPES.get(keys.grpo.get("objective", "grpo"), {})
+def _preset(keys: OfflineKeys) -> Mapping[str, Any]:
+    return PRESETS.get(keys.grpo.get("objective", "grpo"), {})
 
 
 def _is_free(option: str, keys: OfflineKeys) -> bool:
     """Whether neither the objective nor `grpo` decides it."""
-    return option not in keys.grpo and option not in _recipe(keys)
+    return option not in keys.grpo and option not in _preset(keys)
 
 
 def _environment() -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_core.tree.objectives import RECIPES
+from grpo_core.tree.objectives import PRESETS
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer import learner
@@ -50,7 +50,7 @@ def message(test: SelfTest) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_objective_passes_and_leaves_no_trace(name: str) -> None:
     test = bench(adapted(dropout=0.5), objective=name, kl_coef=0.1, lora_dropout=0.5)
     random = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Every part of an objective gives numbers worked out by hand, and recipes combine the parts."""
+"""Every part of an objective gives numbers worked out by hand, and presets combine the parts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_sequence_is_corrected_as_a_whole_for_the_product_of_its_ratios() -> N
     assert sums.corrected == 2
 
 
-def test_options_override_a_recipe_and_one_clipping_range_counts_for_both_sides() -> None:
+def test_options_override_a_preset_and_one_clipping_range_counts_for_both_sides() -> None:
     def chosen(**options: object) -> Objective:
         return ObjectiveOptions.model_validate(options).resolved_objective
 
