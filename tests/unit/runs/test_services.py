@@ -17,7 +17,7 @@ import pytest
 from grpo_core.settings import OptionsInvalid, load_settings, parsed
 from grpo_core.settings.options import OF_TRL, options_of
 from grpo_runs.__main__ import main
-from grpo_runs.commands import demo
+from grpo_runs.commands import whole_run
 from grpo_runs.models import longest_sequence
 from grpo_runs.modes import MODES
 from grpo_runs.process.health import HealthProbe
@@ -142,10 +142,10 @@ def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets
         if "model" in started:
             Path(started["model"].command[-1]).write_text(str(tmp_path))
 
-    monkeypatch.setattr(demo, "start_on_screen", start)
+    monkeypatch.setattr(whole_run, "start_on_screen", start)
     run, socket_path = RunDirectory(tmp_path), tmp_path / "weights.sock"
     with StopRequest() as request, Stack(tmp_path / "logs", request) as stack:
-        demo.start_services(load(*words), run, probe, stack, Shown(), socket_path)
+        whole_run.start_services(load(*words), run, probe, stack, Shown(), socket_path)
     job = started["model"]
     assert job.command[1:-1] == ["-m", "grpo_tiny_model", *flags, "--path-file"]
     assert job.may_finish
