@@ -11,6 +11,8 @@ MASKED = -100
 
 PROMPT_LOGPROB = 1.0
 """Logprob at prompt positions. No real logprob is positive, so it cannot be mistaken for one."""
+LOGPROB_SLACK = 1e-6
+"""Rounding may report a probability of 1 as a logprob this far above 0."""
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_BATCH_SIZE = 2**16

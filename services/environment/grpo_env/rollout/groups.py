@@ -10,16 +10,13 @@ from typing import Any, Protocol, Self
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
-from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
+from grpo_core.wire.fields import LOGPROB_SLACK, MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import PADDING, ROLLOUT, RolloutFacts, ScoredGroup
 from grpo_env.inference.server import Home
 from grpo_env.rollout.grader import Grade
 from grpo_env.tasks import Answer, Message, Task
 from grpo_env.tasks.items import Item
-
-LOGPROB_SLACK = 1e-6
-"""Rounding may report a probability of 1 as a logprob this far above 0."""
 
 STOPPED, CUT_OFF = "stop", "length"
 _PADDING_TOKENS = 2

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_core.wire.fields import FLOAT32_MAX, MASKED, MIN_TEMPERATURE, PROMPT_LOGPROB
+from grpo_core.wire.fields import (
+    FLOAT32_MAX,
+    LOGPROB_SLACK,
+    MASKED,
+    MIN_TEMPERATURE,
+    PROMPT_LOGPROB,
+)
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import OWN_LOGPROBS, RolloutFacts, ScoredGroup
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
-
-LOGPROB_SLACK = 1e-6
-"""Rounding may put the logprob of a probability of 1 this far above 0."""
 
 NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
     "top_p": (1,),

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.tree.objectives import GRPO
-from grpo_core.wire.fields import MASKED
+from grpo_core.wire.fields import LOGPROB_SLACK, MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.store import OpenedEpochs
@@ -24,7 +24,6 @@ from grpo_trainer.data.filter import (
     digest,
 )
 from grpo_trainer.data.groups import (
-    LOGPROB_SLACK,
     NEUTRAL_SAMPLING,
     GroupLimits,
     sequences_of,
