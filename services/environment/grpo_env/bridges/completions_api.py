@@ -16,11 +16,8 @@ READ = (
     *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop"),
     *("n", "stream", "stream_options"),
 )
-"""Options of a request. All others change nothing: the policy is sampled as the run says."""
 REFUSED = ()
-"""Options that must not be set."""
 END = "data: [DONE]\n\n"
-"""Behind the events of a stream."""
 
 
 async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from aiohttp import web
@@ -35,12 +35,35 @@ _MISREAD = re.compile(r"\b\d{3,}\b|rate[\s_-]*limit|too many requests", re.IGNOR
 """Agents look for them in the text of an error: in "1429 tokens", smolagents reads the status 429
 and waits for minutes."""
 _LARGEST_REQUEST_BYTES = 64 * 2**20
-_APIS: Mapping[str, Any] = {
+_Body = Mapping[str, Any]
+
+
+class _Api(Protocol):
+    """One of the modules that answer requests of a provider's API."""
+
+    @property
+    def READ(self) -> Collection[str]:
+        """Options of a request. Others change nothing: the policy is sampled as the run says."""
+
+    @property
+    def REFUSED(self) -> Collection[str]:
+        """Options that must not be set."""
+
+    @property
+    def END(self) -> str:
+        """Behind the events of a stream."""
+
+    async def reply(self, chat: Chat, body: _Body, /) -> dict[str, Any]: ...
+
+    def events(self, reply: _Body, body: _Body, /) -> Iterable[dict[str, Any]]: ...
+
+
+_APIS: Mapping[str, _Api] = {
     "chat/completions": completions_api,
     "responses": responses_api,
     "messages": messages_api,
 }
-Answered = Callable[[Chat, Mapping[str, Any]], Awaitable[web.Response]]
+Answered = Callable[[Chat, _Body], Awaitable[web.Response]]
 
 
 class HeldOpen:
@@ -116,7 +139,7 @@ class ChatEndpoint:
         await self._runner.cleanup()
 
     def _through(
-        self, answered: Answered, api: Any
+        self, answered: Answered, api: _Api
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             chat = self._chat(request.headers)
@@ -181,7 +204,7 @@ def _ignored(body: Mapping[str, Any], read: Collection[str]) -> Iterable[str]:
         yield "tool_choice"
 
 
-async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> web.Response:
+async def _answer(answered: Answered, chat: Chat, body: _Body) -> web.Response:
     try:
         return await answered(chat, body)
     except ContextFull as error:
@@ -195,7 +218,7 @@ async def _answer(answered: Answered, chat: Chat, body: Mapping[str, Any]) -> we
         return _refusal("the rollout has failed; its environment reports why")
 
 
-async def _reply(api: Any, chat: Chat, body: Mapping[str, Any]) -> web.Response:
+async def _reply(api: _Api, chat: Chat, body: _Body) -> web.Response:
     found = await api.reply(chat, body)
     if not body.get("stream"):
         return web.json_response(found)
@@ -204,7 +227,7 @@ async def _reply(api: Any, chat: Chat, body: Mapping[str, Any]) -> web.Response:
     return web.Response(body="".join([*lines, api.END]), content_type="text/event-stream")
 
 
-async def _count(chat: Chat, body: Mapping[str, Any]) -> web.Response:
+async def _count(chat: Chat, body: _Body) -> web.Response:
     return web.json_response(messages_api.count(chat, body))
 
 

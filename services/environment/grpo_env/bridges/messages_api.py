@@ -19,7 +19,6 @@ READ = (
     *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"),
     *("stream", "thread", "metadata", *REFUSED),
 )
-"""As `completions_api.READ`."""
 END = ""
 _LEFT_OUT = ("thinking", "redacted_thinking")
 """Blocks that only a hosted model understands."""

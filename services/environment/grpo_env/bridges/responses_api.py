@@ -27,7 +27,6 @@ READ = (
     *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream"),
     *("max_output_tokens", "metadata", *REFUSED),
 )
-"""As `completions_api.READ`."""
 END = ""
 _LEFT_OUT = ("reasoning", "compaction")
 """Items of the input that only a hosted model understands."""
