@@ -48,9 +48,6 @@ def start_wandb(
         "name": name,
         "config": config,
         "one_record_per_step": one_record_per_step,
-        "pid": os.getpid(),
-        "init_timeout_s": _INIT_TIMEOUT_S,
-        "finish_timeout_s": _UPLOAD_TIMEOUT_S,
     }
     return TrackerSink.started(WANDB, start, {"WANDB_API_KEY": api_key} if api_key else {})
 
@@ -68,9 +65,9 @@ class _OpenWandb:
                 config=start["config"],
                 settings=wandb.Settings(
                     console="off",
-                    init_timeout=start["init_timeout_s"],
-                    finish_timeout=start["finish_timeout_s"],
-                    x_stats_pid=start["pid"],
+                    init_timeout=_INIT_TIMEOUT_S,
+                    finish_timeout=_UPLOAD_TIMEOUT_S,
+                    x_stats_pid=os.getppid(),
                 ),
             )
         except wandb.Error as error:
