@@ -7,6 +7,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.deadline import Deadline
@@ -84,6 +85,22 @@ class NoTrainingStep(GrpoError):
     """All processes are running, but the trainer finished no step within `--step-deadline-s`."""
 
 
+@dataclass(frozen=True)
+class WholeRun:
+    """A run whose services are all started here, with its directory and its screen."""
+
+    settings: RunSettings
+    run: RunDirectory
+    screen: Screen
+    evaluations: EvaluationsFile
+
+    def show_evaluations(self) -> bool:
+        """Show evaluations that are new; returns whether there were any."""
+        new = self.evaluations.read_new()
+        self.screen.lines([INDENT + evaluation_line(summary) for summary in new], "bold")
+        return bool(new)
+
+
 def run_whole(settings: RunSettings, screen: Screen) -> int:
     """Run it all; returns the exit status: 0, 1 after a failure, 128 + n after signal n."""
     with StopRequest() as stop_request, contextlib.ExitStack() as held:
@@ -101,19 +118,15 @@ def run_whole(settings: RunSettings, screen: Screen) -> int:
         notices = RunNotices(settings, run, screen)
         held.callback(notices.settle)
         processes, news = ProcessRecords(run), ServiceNews(screen, run.logs, run)
+        whole = WholeRun(settings, run, screen, EvaluationsFile(run.evaluations))
         try:
-            with (
-                page_beside(settings, run, screen),
-                notices.of_the_end(),
-                processes.of_the_end(),
-            ):
-                evaluations, started = EvaluationsFile(run.evaluations), time.monotonic()
-                trained = _train(
-                    settings, run, screen, stop_request, notices, processes, evaluations, news
-                )
+            with page_beside(whole), notices.of_the_end(), processes.of_the_end():
+                started = time.monotonic()
+                trained = _train(whole, stop_request, notices, processes, news)
                 seconds = time.monotonic() - started
                 facts = facts_of(settings, run, trained, seconds, processes.peak_bytes)
-                report_run(settings, run, screen, facts, trained, evaluations, command_typed())
+                evaluations, command = whole.evaluations, command_typed()
+                report_run(settings, run, screen, facts, trained, evaluations, command)
         except StopRequested as stopped:
             screen.failure(f"{stopped}; every process of this run has ended")
             status = stopped.exit_status
@@ -128,22 +141,23 @@ def run_whole(settings: RunSettings, screen: Screen) -> int:
 
 
 @contextlib.contextmanager
-def page_beside(settings: RunSettings, run: RunDirectory, screen: Screen) -> Iterator[None]:
+def page_beside(whole: WholeRun) -> Iterator[None]:
     """Serve the live page while the context is open: with --watch, and by default where somebody
     sits at a terminal. A browser shows it if one is at hand.
 
     Raises:
         PageNotServed: nothing can listen on a port of this machine.
     """
+    settings = whole.settings
     wanted = sys.stdout.isatty() if settings.watch is None else settings.watch
     if not wanted:
         yield
         return
     from grpo_runs.watch.serve import PageServer, has_browser, live_runs
 
-    page = PageServer(live_runs([run.path], plain(settings.run_api_token)), LOOPBACK, port=0)
+    page = PageServer(live_runs([whole.run.path], plain(settings.run_api_token)), LOOPBACK, port=0)
     with page.in_a_thread():
-        screen.line(f"watch this run at {page.url}")
+        whole.screen.line(f"watch this run at {page.url}")
         if has_browser():
             webbrowser.open(page.url)
         yield
@@ -170,21 +184,19 @@ def _after_a_failure(run: RunDirectory, logs: ServiceLogs) -> list[str]:
 
 
 def _train(
-    settings: RunSettings,
-    run: RunDirectory,
-    screen: Screen,
+    whole: WholeRun,
     stop_request: StopRequest,
     notices: RunNotices,
     processes: ProcessRecords,
-    evaluations: EvaluationsFile,
     news: ServiceNews,
 ) -> Trained:
+    settings, run, screen = whole.settings, whole.run, whole.screen
     records: list[StepRecord] = []
     if settings.resumed:  # the steps after the newest checkpoint are repeated
         records = trim_records(run.metrics, run.newest_checkpoint_step() or 0)
     done = len(records)
     screen.lines(opening_lines(settings, run, done))
-    evaluations.read_new()  # those of the run that is resumed
+    whole.evaluations.read_new()  # those of the run that is resumed
 
     def watch(pids: Mapping[str, int]) -> None:
         processes.watch(pids)
@@ -196,21 +208,19 @@ def _train(
         Stack(run.logs, stop_request, watch) as stack,
     ):
         try:
-            places = start_services(
-                settings, run, probe, stack, screen, weights_socket_path(temporary)
-            )
+            places = start_services(whole, probe, stack, weights_socket_path(temporary))
             notices.watch(places.run_api_url)
             processes.found_run_api(places.run_api_url)
             if settings.evaluates_every and not done:
                 screen.line("evaluating the policy before the first step (--eval-every 0: never)")
             started = time.monotonic()
             with screen.waiting(news.waited_for):
-                records += follow_training(settings, run, stack, screen, evaluations, done)
+                records += follow_training(whole, stack, done)
             seconds = time.monotonic() - started
             if settings.evaluates_every:
                 with screen.activity("evaluating the trained policy"):
                     _wait_for_evaluations(settings, stack)
-                show_evaluations(evaluations, screen)
+                whole.show_evaluations()
             with VersionLog(places.redis_url, places.run_id, REDIS_DEADLINE_S) as versions:
                 servers = versions.servers_for_report()
             return Trained(records, done, seconds, servers, stack.lost(), news.logs)
@@ -241,12 +251,7 @@ def opening_lines(settings: RunSettings, run: RunDirectory, done: int) -> list[s
 
 
 def start_services(
-    settings: RunSettings,
-    run: RunDirectory,
-    probe: HealthProbe,
-    stack: Stack,
-    screen: Screen,
-    weights_socket: Path,
+    whole: WholeRun, probe: HealthProbe, stack: Stack, weights_socket: Path
 ) -> Places:
     """Start the services, each on a port of its own, and wait until all are ready.
 
@@ -257,27 +262,20 @@ def start_services(
         ProcessFailed: one of them did not become ready.
         StopRequested: a stop signal arrived.
     """
-    redis_port = free_port()
+    settings, run, redis_port = whole.settings, whole.run, free_port()
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     path_file, jobs = run.path / MODEL_PATH_FILE, []
     if settings.model in MADE_HERE:
         jobs = [model_job(settings.model, path_file, 2 * settings.compute_threads)]
-    start_on_screen(stack, [redis_of(run, redis_port), *jobs], screen)
+    start_on_screen(stack, [redis_of(run, redis_port), *jobs], whole.screen)
     model = path_file.read_text().strip() if jobs else settings.model
     places = Places.of(settings, model, weights_socket, run, url, free_port)
     make_weights_directory(settings, places)
-    start_on_screen(stack, services_of(settings, places, probe), screen)
+    start_on_screen(stack, services_of(settings, places, probe), whole.screen)
     return places
 
 
-def follow_training(
-    settings: RunSettings,
-    run: RunDirectory,
-    stack: Stack,
-    screen: Screen,
-    evaluations: EvaluationsFile,
-    done: int = 0,
-) -> list[StepRecord]:
+def follow_training(whole: WholeRun, stack: Stack, done: int = 0) -> list[StepRecord]:
     """Show every step until the trainer has ended; returns the records of the steps shown.
 
     Args:
@@ -289,6 +287,7 @@ def follow_training(
         ProtocolViolation: the metrics file breaks its contract.
         StopRequested: a stop signal arrived.
     """
+    settings, run, screen = whole.settings, whole.run, whole.screen
     metrics = MetricsFile(run.metrics)
     records: list[StepRecord] = []
     trainer = stack.process("trainer")
@@ -297,7 +296,7 @@ def follow_training(
     while True:
         lost.show()
         finished = trainer.exit_code == 0  # read before the file, which is then complete
-        if show_evaluations(evaluations, screen):
+        if whole.show_evaluations():
             last_step_at = time.monotonic()
         for record in metrics.read_new():
             if record.step <= done:
@@ -340,13 +339,6 @@ def follow_training(
 
 def environments_of(settings: RunSettings, stack: Stack) -> list[ManagedProcess]:
     return [stack.process(environment_name(settings, task)) for task in settings.task]
-
-
-def show_evaluations(evaluations: EvaluationsFile, screen: Screen) -> bool:
-    """Show evaluations that are new; returns whether there were any."""
-    new = evaluations.read_new()
-    screen.lines([INDENT + evaluation_line(summary) for summary in new], "bold")
-    return bool(new)
 
 
 def _wait_for_evaluations(settings: RunSettings, stack: Stack) -> None:

@@ -21,7 +21,7 @@ from grpo_core.process import ProcessFailed
 from grpo_core.settings import load_settings, resolved_yaml
 from grpo_runs.__main__ import with_config_of_resumed_run
 from grpo_runs.commands import whole_run
-from grpo_runs.commands.whole_run import NoTrainingStep, follow_training, run_whole
+from grpo_runs.commands.whole_run import NoTrainingStep, WholeRun, follow_training, run_whole
 from grpo_runs.defaults import SIZE_NAMES
 from grpo_runs.process.stack import Stack, StopRequest
 from grpo_runs.report.evaluations import EvaluationsFile
@@ -273,12 +273,12 @@ def test_a_run_that_does_not_go_on_is_named(
     settings = load("--steps", "5", "--step-deadline-s", str(deadline_s))
     run.logs.mkdir()
     (run.logs / "environment.log").write_text("run.completed, in an earlier part\n")
-    evaluations = EvaluationsFile(run.evaluations)
+    whole = WholeRun(settings, run, Shown(), EvaluationsFile(run.evaluations))
     with StopRequest() as request, Stack(run.logs, request) as stack:
         programs = {"trainer": code, "environment": environment}
         stack.start([script(name, text, may_finish=True) for name, text in programs.items()])
         with pytest.raises(error, match=told):
-            follow_training(settings, run, stack, Shown(), evaluations)
+            follow_training(whole, stack)
 
 
 def load(*words: str, at_start: bool = False) -> RunSettings:
