@@ -101,11 +101,13 @@ def accumulate_gradients(
             for number, micro in enumerate(portion):
                 where = f"step {step}, micro-batch {number}" if ranks.count == 1 else None
                 found.add(*backward(policy, micro, objective, forward, dropouts, scale, where))
+                if optimizer is not None:
+                    optimizer.gradients.gather()
         found.add_up(ranks)
         if not math.isfinite(sum(found.loss_parts)):
             raise _non_finite(f"step {step}", sum(found.loss_parts), found.sums)
         if optimizer is not None and ranks.count > 1 and not is_divided(policy):
-            optimizer.gradients.add_up(ranks, optimizer.masters)
+            optimizer.gradients.add_up(ranks)
     seen = values_of_all(found.seen, micro_batches, ranks)
     known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
     norm = 0.0 if optimizer is None else optimizer.gradient_norm(step)

@@ -28,7 +28,8 @@ from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.fused_head import CHUNK_LOGITS, CHUNK_LOGITS_ON_CPU
 from grpo_trainer.model.policy import CausalLM, train_only
-from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state
+from grpo_trainer.optim.buckets import BUCKET_ELEMENTS, PART_ELEMENTS
+from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state, is_quantised
 
 DEFAULT_MODEL_LEN = 4096
 GIB, MIB = 2**30, 2**20
@@ -48,7 +49,7 @@ without --gradient-checkpointing needs for a short time. Seen: 0.2 to 0.8."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 INITIAL_STATE: dict[OptimizerName, Callable[[Tensor], State]] = {
     "adamw": AdamW32().initial_state,
-    "adamw_8bit": empty_8bit_state,
+    "adamw_8bit": lambda weights: empty_8bit_state(weights, is_quantised(weights)),
     "adafactor": Adafactor().initial_state,
 }
 MASTER_BYTES = {"float32": 4, "bfloat16": 2}
@@ -155,11 +156,15 @@ def working_bytes(
     head = _output_bytes(settings, policy, config, CHUNK_LOGITS if is_gpu else CHUNK_LOGITS_ON_CPU)
     # The head's backward pass comes first; then one layer at a time is computed again.
     recomputed = layers * tokens * element * hidden + max(head, layer)
-    # The update takes one parameter at a time: float32 copies of the largest.
+    # The update takes a part of a bucket at a time: float32 copies of it.
+    weights = sum(p.numel() for p in trained)
+    bucket = min(weights, max(BUCKET_ELEMENTS, max(p.numel() for p in trained)))
     has_wide_gradient = settings.gradient_accumulation_steps > 1 or trained[0].element_size() == 4
     copies = 1 + (settings.master_dtype != "float32") + (not has_wide_gradient)
     copies += settings.weight_decay > 0
-    update = copies * FLOAT32_BYTES * max(p.numel() for p in trained)
+    part = bucket if is_gpu else min(bucket, PART_ELEMENTS)
+    # Afterwards the gradients of all passes but the last are in buckets, and the last ones in both.
+    update = max(copies * FLOAT32_BYTES * part, 2 * trained[0].element_size() * bucket)
     return max(layers * layer + head, update), max(recomputed, update)
 
 

@@ -190,7 +190,7 @@ def measured_bytes(line: CommandLine, dtype: torch.dtype) -> tuple[int, KeptByte
     accumulate_gradients(policy, batch, GRPO, 0)
     optimizer.step(0)
     optimizer.write_into_parameters()
-    accumulate_gradients(policy, batch, GRPO, 1)
+    accumulate_gradients(policy, batch, GRPO, 1, optimizer=optimizer)
     live = live_bytes() - (weights_bytes(policy) if is_shared else 0)
     state = optimizer.tensors([str(index) for index in range(len(optimizer.masters))])
     masters = sum(t.nbytes for name, t in state.items() if name.startswith("master/"))
@@ -200,7 +200,7 @@ def measured_bytes(line: CommandLine, dtype: torch.dtype) -> tuple[int, KeptByte
         weights=copies * weights_bytes(policy),
         masters=masters,
         gradients=sum(g.nbytes for g in gradients),
-        moments=sum(t.nbytes for t in state.values()) - masters,
+        moments=sum(t.nbytes for n, t in state.items() if not n.startswith(("master/", "step/"))),
     )
 
 

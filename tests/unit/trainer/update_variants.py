@@ -34,7 +34,7 @@ class Model:
     """Three tensors: one that bitsandbytes quantises, with a last block that is partly filled; one
     that it does not quantise; and one that never gets a gradient."""
 
-    shapes = ((70, 71), (5, 3), (4,))
+    shapes = ((70, 72), (4, 4), (4,))
     names = ("large", "small", "unused")
 
     def __init__(
@@ -60,6 +60,7 @@ class Model:
             for parameter in self.parameters[:2]:
                 factors = torch.randn(parameter.shape, generator=drawn).to(parameter)
                 (parameter * factors).sum().backward()  # type: ignore[no-untyped-call]
+            self.optimizer.gradients.gather()
 
     def step(self, step: int, micro_batches: int = 1) -> float:
         self.gather(step, micro_batches)
@@ -112,9 +113,9 @@ def _after_nine_steps(
     """The master weights after the first and after the last of nine steps on random gradients."""
     drawn = torch.Generator().manual_seed(3)
     master = 1 + torch.rand(size, generator=drawn)
-    state, first = update.rule.initial_state(master), master
+    state, first = update.rule.initial_state(master, update.rule.kind_of(master)), master
     for step in range(9):
         gradient = torch.randn(size, generator=drawn)
-        update.step(master, gradient, state, StepOptions(1e-6, weight_decay))
+        update.step(master, gradient, state, step + 1, StepOptions(1e-6, weight_decay))
         first = master.clone() if step == 0 else first
     return first, master

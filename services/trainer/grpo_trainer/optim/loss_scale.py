@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import structlog
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor, nn
+from torch import Tensor
 
+from grpo_trainer.optim.buckets import Bucket, in_order
 from grpo_trainer.ranks import Ranks
 
 log = structlog.get_logger()
@@ -24,84 +24,51 @@ GROWTH_STEPS = 100
 """The loss scale is doubled after this many steps without overflow."""
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is divided among ranks (a view); else the tensor itself."""
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is None:
-        return tensor
-    with torch.no_grad():
-        part: Tensor = to_local()
-        return part
-
-
 class GatheredGradients:
-    """Adds up each parameter's gradients over the backward passes of a step.
-
-    The first gradient keeps its data type: in bf16 it takes half the memory and loses nothing,
-    because it was computed in bf16. From the second pass on, the sum is in fp32.
-
-    Args:
-        parameters: their `.grad` is taken as soon as it is complete
-    """
+    """The gradients of a step, added up over its backward passes."""
 
     total: Callable[[Tensor], Tensor] | None = None
     """Adds up a number over all ranks, in place, if each of them holds a part of every gradient."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.tensors: list[Tensor | None] = [None] * len(parameters)
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
         self._norm: Tensor | None = None
-        for index, parameter in enumerate(parameters):
-            hook = partial(self._take_over, index)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Of each parameter: views."""
+        return in_order(self._buckets, Bucket.gradients)
+
+    def gather(self) -> None:
+        """Take the gradients from the parameters; between two backward passes, so that their sum is
+        in fp32."""
+        for bucket in self._buckets:
+            if bucket.gather():
+                self._norm = None
 
     def norm(self) -> Tensor:
         """L2 norm over all gradients, in fp32: a scalar on their device. Computed once, until the
         gradients change."""
         if self._norm is not None:
             return self._norm
-        norms = [
-            torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            for gradient in self.tensors
-            if gradient is not None
-        ]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norms = [bucket.row_norms() for bucket in self._buckets if bucket.gradient is not None]
+        norm = torch.linalg.vector_norm(torch.cat(norms)) if norms else torch.zeros(())
         self._norm = norm if self.total is None else self.total(norm.square()).sqrt()
         return self._norm
 
     @torch.no_grad()
-    def add_up(self, ranks: Ranks, masters: Sequence[Tensor]) -> None:
-        """Add up the gradients of all ranks, in fp32. A parameter may have none on some ranks.
-
-        Args:
-            masters: have the gradients' shapes
-        """
+    def add_up(self, ranks: Ranks) -> None:
+        """Add up the gradients of all ranks, in fp32. A parameter may have none on some ranks."""
         self._norm = None
-        has = ranks.total(torch.tensor([int(gradient is not None) for gradient in self.tensors]))
-        for index, master in enumerate(masters):
-            if not has[index]:
-                continue
-            gradient = self.tensors[index]
-            wide = torch.zeros_like(master, dtype=torch.float32)
-            if gradient is not None:
-                wide.copy_(gradient)
-            self.tensors[index] = gradient = None  # frees its memory
-            self.tensors[index] = ranks.total(wide)
-
-    def pop(self, index: int) -> Tensor | None:
-        """Remove and return a parameter's gradient; None if there is none."""
-        gradient, self.tensors[index], self._norm = self.tensors[index], None, None
-        return gradient
+        for bucket in self._buckets:
+            has = ranks.total(torch.tensor(bucket.has_gradient, dtype=torch.int64))
+            bucket.add_up(ranks.total, has.bool().tolist())
 
     def clear(self) -> None:
         """Drop all gradients, so that they can be computed again."""
-        self.tensors, self._norm = [None] * len(self.tensors), None
-
-    def _take_over(self, index: int, parameter: Tensor) -> None:
-        gradient, parameter.grad, self._norm = parameter.grad, None, None
-        assert gradient is not None
-        gradient = own_part(gradient)
-        previous = self.tensors[index]
-        self.tensors[index] = gradient if previous is None else previous.float().add_(gradient)
+        self._norm = None
+        for bucket in self._buckets:
+            bucket.clear()
 
 
 class ScaleRecord(BaseModel):

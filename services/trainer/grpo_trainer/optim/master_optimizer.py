@@ -6,7 +6,7 @@ nothing. So the step updates master weights: fp32 copies, or bf16 copies with st
 `write_into_parameters` needs a pause.
 
 To shorten the pause, a step also rounds its result to the served data type, if that differs, into
-the staging copy. Each part of this copy replaces a gradient that was used.
+the staging copy, which takes the memory of the gradients that were used.
 
 `WeightDigests` computes digests of the master weights in a thread, from one update to the next.
 """
@@ -29,12 +29,12 @@ from grpo_trainer.atomic_files import DTYPES, PART_BYTES
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, middle
-from grpo_trainer.optim.loss_scale import GatheredGradients, LossScale, own_part
+from grpo_trainer.optim.buckets import MASTER, Bucket, buckets_of, in_order
+from grpo_trainer.optim.loss_scale import GatheredGradients, LossScale
 from grpo_trainer.optim.master_update import LearningRate, MasterUpdate, Schedule, build_update
-from grpo_trainer.optim.rules import ADAM, Adam, AdamW32, State, StepOptions
+from grpo_trainer.optim.rules import ADAM, STEP, Adam, AdamW32, State, StepOptions
 from grpo_trainer.ranks import Ranks
 
-MASTER = "master"
 WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256
 _WRITTEN_AT_ONCE = 16
 FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -44,8 +44,8 @@ class MasterOptimizer:
     """Owns the master weights, their gradients and the learning-rate schedule.
 
     Args:
-        parameters: the policy's parameters; their gradients are collected as they appear. If they
-            are divided among ranks, this rank's parts are updated
+        parameters: the policy's parameters. If they are divided among ranks, this rank's parts are
+            updated
         learning_rate: of each step
         weight_decay: of matrices and embeddings. Norms and biases have none, as in Hugging Face's
             Trainer: their size does not add to the model's capacity
@@ -66,18 +66,16 @@ class MasterOptimizer:
         adam: Adam = ADAM,
     ) -> None:
         whole = list(parameters)
-        self._parameters = [own_part(p) for p in whole]
         self._shapes = [p.shape for p in whole]
         self._update = update or MasterUpdate(AdamW32())
-        self.masters = [_contiguous_copy(p, self._update.dtype) for p in self._parameters]
-        self.gradients = GatheredGradients(whole)
+        self.buckets = buckets_of(whole, weight_decay, self._update)
+        self._parameters = in_order(self.buckets, lambda bucket: bucket.parameters)
+        self.masters = in_order(self.buckets, lambda bucket: bucket.masters)
+        self.gradients = GatheredGradients(self.buckets)
         self.loss_scale = LossScale(self.gradients) if scales_loss else None
-        self._states: list[State] = [{} for _ in self.masters]
-        self._staged: list[Tensor | None] = [None for _ in self.masters]
         self._watch: _UpdateWatch | None = None
         self.learning_rate = learning_rate
         self._adam = adam
-        self._weight_decay = [weight_decay if p.ndim > 1 else 0.0 for p in whole]
         self._max_grad_norm = max_grad_norm
 
     @property
@@ -91,6 +89,7 @@ class MasterOptimizer:
         Raises:
             NonFiniteGradient: no step can be taken.
         """
+        self.gradients.gather()
         norm = float(self.gradients.norm() / self._scale)
         if not math.isfinite(norm):
             raise NonFiniteGradient(
@@ -116,8 +115,8 @@ class MasterOptimizer:
         # Stochastic rounding leaves most weights as they were: the mean is right.
         watches = lr > 0 and self._update.rounding is None
         self._watch = _UpdateWatch(self.masters, self.gradients.tensors, lr) if watches else None
-        for index, weight_decay in enumerate(self._weight_decay):
-            self._step_one(index, StepOptions(lr, weight_decay, scale, self._adam))
+        for bucket in self.buckets:
+            bucket.step(StepOptions(lr, bucket.weight_decay, scale, self._adam))
         if self.loss_scale is not None:
             self.loss_scale.step_taken()
         return norm
@@ -137,18 +136,20 @@ class MasterOptimizer:
             names: of the parameters, in their order
         """
         found: dict[str, Tensor] = {}
-        for name, master, state in zip(names, self.masters, self._states, strict=True):
-            kinds = {MASTER: master, **state}
+        for name, kinds in zip(names, in_order(self.buckets, Bucket.tensors), strict=True):
             found |= {f"{kind}/{name}": tensor for kind, tensor in kinds.items()}
         return found
 
     def state_bytes(self) -> int:
         """Size of what `tensors` returns once every parameter has taken a step."""
-        pairs = zip(self.masters, self._shapes, strict=True)
-        masters = [master.new_empty(shape, device="meta") for master, shape in pairs]
-        states = [self._update.rule.initial_state(master) for master in masters]
-        kept = [*masters, *(tensor for state in states for tensor in state.values())]
-        return sum(tensor.nbytes for tensor in kept)
+        whole = [torch.empty(s, dtype=self._update.dtype, device="meta") for s in self._shapes]
+        return sum(t.nbytes for master in whole for t in self._kinds(master).values())
+
+    def _kinds(self, master: Tensor) -> State:
+        """The tensors of one parameter after a step, by kind. Args: master: whole"""
+        rule = self._update.rule
+        state = rule.initial_state(master, rule.kind_of(master))
+        return {MASTER: master, STEP: torch.zeros(()), **state}
 
     @torch.no_grad()
     def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
@@ -162,10 +163,9 @@ class MasterOptimizer:
 
     def _load_one(self, index: int, saved: State) -> None:
         """Load the tensors of one parameter, by kind."""
-        master = self.masters[index]
-        master.copy_(saved.pop(MASTER))
-        self._states[index] = self._update.rule.restored(saved, master) if saved else {}
-        self._staged[index] = None
+        for bucket in self.buckets:
+            if index in bucket.indices:
+                bucket.load(bucket.indices.index(index), saved)
 
     @torch.no_grad()
     def write_into_parameters(self, may_write: Callable[[], None] = lambda: None) -> None:
@@ -176,13 +176,13 @@ class MasterOptimizer:
 
         Args: may_write: called before every few tensors; what it raises ends the write
         """
-        pairs = zip(self._staged, self.masters, strict=True)
-        newest = [master if staged is None else staged for staged, master in pairs]
+        newest = in_order(self.buckets, Bucket.newest)
         for start in range(0, len(newest), _WRITTEN_AT_ONCE):
             part = slice(start, start + _WRITTEN_AT_ONCE)
             may_write()
             torch._foreach_copy_(self._parameters[part], newest[part])
-        self._staged = [None for _ in self.masters]
+        for bucket in self.buckets:
+            bucket.staged = None
 
     @torch.no_grad()
     def unwritten_parameters(self) -> int:
@@ -194,16 +194,6 @@ class MasterOptimizer:
     def _scale(self) -> float:
         """Factor of the collected gradients. It is a power of two, so dividing by it is exact."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
-
-    def _step_one(self, index: int, options: StepOptions) -> None:
-        gradient, master = self.gradients.pop(index), self.masters[index]
-        if gradient is None:
-            return
-        state = self._states[index] or self._update.rule.initial_state(master)
-        self._update.step(master, gradient, state, options)
-        del gradient  # frees the memory that the staging copy needs
-        self._states[index] = state
-        self._staged[index] = master.to(self._parameters[index].dtype)  # no copy if it is the same
 
 
 def build_optimizer(
@@ -250,10 +240,6 @@ class _UpdateWatch:
         is_equal = torch.cat(self._weights) == torch.cat(self._before)
         counts: list[int] = torch.stack([(is_equal & moves).sum(), moves.sum()]).tolist()
         return counts[0] / max(1, counts[1])
-
-
-def _contiguous_copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 _BYTES = TENSOR_DIGITS // 2

@@ -70,27 +70,28 @@ class MasterUpdate:
         if self.rounding is not None:
             self.rounding.begin_step(step)
 
-    def step(self, master: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
-        """Update one master weight tensor in place."""
+    def step(
+        self, master: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
+    ) -> None:
+        """Update master weights in place. Args: step: counted from 1"""
         wide = master.float()  # no copy if they are fp32
-        self._update(wide, gradient, state, options)
+        self._update(wide, gradient, state, step, options)
         if self.rounding is not None:
             self.rounding.round_into(master, wide)
         elif wide is not master:
             master.copy_(wide)
 
     def _update(
-        self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions
+        self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
     ) -> None:
         """Args: weights: fp32, changed in place."""
         decay = options.lr * options.weight_decay
-        for part, of_part, state_of_part in self.rule.parts(weights, gradient, state):
-            if decay == 0:
-                self.rule.update(part, of_part, state_of_part, options)
-                continue
-            change = torch.zeros_like(part)
-            self.rule.update(change, of_part, state_of_part, options)
-            part.add_(change.sub_(part, alpha=decay))
+        if decay == 0:
+            self.rule.update(weights, gradient, state, step, options)
+            return
+        change = torch.zeros_like(weights)
+        self.rule.update(change, gradient, state, step, options)
+        weights.add_(change.sub_(weights, alpha=decay))
 
 
 class StochasticRounding:

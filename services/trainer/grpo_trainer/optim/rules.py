@@ -6,7 +6,7 @@ freely.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,12 +21,9 @@ State = dict[str, Tensor]
 """A rule's state of one parameter, by kind; empty before its first step."""
 
 STEP = "step"
-"""The kind that counts a parameter's steps: a float32 scalar."""
+"""The kind that counts a parameter's steps in a checkpoint: a float32 scalar."""
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
-PART_ELEMENTS = 2**22
-"""Number of weights updated at a time: their copies take 16 MiB each. A multiple of 16, because
-torch's kernel rounds the last few of a part otherwise."""
 BLOCK = 256
 """Number of neighbouring moments that share a scale, fixed by bitsandbytes' kernels."""
 MIN_8BIT_ELEMENTS = 4096
@@ -70,34 +67,36 @@ class StepOptions:
 
 
 class UpdateRule(Protocol):
-    """One optimizer's arithmetic, with one way of storing its moments."""
+    """One optimizer's arithmetic, with one way of storing its moments.
 
-    def initial_state(self, weights: Tensor) -> State:
-        """The state before a parameter's first step."""
+    Attributes:
+        is_elementwise: a weight's update depends on its own gradients alone, so a part of a tensor,
+            or several in one, can be updated
+        alignment: number of weights of which an elementwise update's first is a multiple
+        spans: number of weights per entry of each kind of state; other kinds belong to all weights
+    """
 
-    def place_of_step(self, weights: Tensor) -> torch.device:  # noqa: ARG002
-        """The device of the step counter. Python reads it, which must not wait for a GPU."""
-        return torch.device("cpu")
+    is_elementwise: bool = True
+    alignment: int = 1
+    spans: Mapping[str, int]
 
-    def restored(self, saved: State, weights: Tensor) -> State:
-        """A copy of a checkpoint's state, on the devices that the rule needs."""
-        moved = {kind: tensor.to(weights.device, copy=True) for kind, tensor in saved.items()}
-        return moved | {STEP: saved[STEP].to(self.place_of_step(weights), copy=True)}
+    def kind_of(self, weights: Tensor) -> Hashable:  # noqa: ARG002
+        """Parameters of one kind have states that can be in one tensor."""
+        return None
 
-    def parts(
-        self, weights: Tensor, gradient: Tensor, state: State
-    ) -> Iterator[tuple[Tensor, Tensor, State]]:
-        """Parts of `update`'s arguments that can be updated one after the other, so that copies
-        are small. Each part of the state must be updated before the next is requested."""
-        yield weights, gradient, state
+    def initial_state(self, weights: Tensor, kind: Hashable) -> State:
+        """The state before the first step. Args: kind: of each parameter in `weights`"""
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
+    def update(
+        self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
+    ) -> None:
         """Take one step in place, without weight decay, which `MasterUpdate` adds.
 
         Args:
             weights: fp32, contiguous
             gradient: of any floating type; may be overwritten
             state: updated in place
+            step: counted from 1
         """
 
 
@@ -109,36 +108,23 @@ class AdamW32(UpdateRule):
     thousand, and bf16 resolves four.
     """
 
-    def initial_state(self, weights: Tensor) -> State:
-        return {
-            STEP: torch.zeros((), device=self.place_of_step(weights)),
-            EXP_AVG: torch.zeros_like(weights, dtype=torch.float32),
-            EXP_AVG_SQ: torch.zeros_like(weights, dtype=torch.float32),
-        }
+    alignment = 16
+    """torch's kernel for CPUs rounds the last few of a tensor otherwise."""
+    spans: Mapping[str, int] = {EXP_AVG: 1, EXP_AVG_SQ: 1}
 
-    def parts(
-        self, weights: Tensor, gradient: Tensor, state: State
-    ) -> Iterator[tuple[Tensor, Tensor, State]]:
-        gradient = gradient.contiguous()
-        if weights.is_cuda:  # as many calls as there are weight tensors
-            yield weights, gradient, state
-            return
-        names = (EXP_AVG, EXP_AVG_SQ)
-        flat = (gradient, weights, *(state[name] for name in names))
-        split = (torch.split(tensor.view(-1), PART_ELEMENTS) for tensor in flat)
-        counted = state[STEP].clone()
-        for part_gradient, part_weights, *moments in zip(*split, strict=True):
-            state[STEP].copy_(counted)  # each part counts the step
-            yield part_weights, part_gradient, {**state, **dict(zip(names, moments, strict=True))}
+    def initial_state(self, weights: Tensor, kind: Hashable = None) -> State:  # noqa: ARG002
+        return {kind: torch.zeros_like(weights, dtype=torch.float32) for kind in self.spans}
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
+    def update(
+        self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
+    ) -> None:
         adamw(
             [weights],
             [scaled(gradient, options.gradient_scale)],
             [state[EXP_AVG]],
             [state[EXP_AVG_SQ]],
             [],
-            [state[STEP]],
+            [torch.full((), step - 1.0, device=weights.device)],  # the kernel counts
             foreach=False,
             fused=True,
             amsgrad=False,
@@ -149,10 +135,6 @@ class AdamW32(UpdateRule):
             eps=options.adam.eps,
             maximize=False,
         )
-
-    def place_of_step(self, weights: Tensor) -> torch.device:
-        """The fused kernel reads the counter on the weights' device."""
-        return weights.device
 
 
 def scaled(gradient: Tensor, scale: float) -> Tensor:
@@ -166,13 +148,15 @@ class AdamW8bit(UpdateRule):
     State, limits and results are those of its class `AdamW8bit`. Only the class's functions are
     used, because the class would keep the weights and wait for the GPU after every parameter.
 
-    Kinds of state: step, state1 and state2 (the moments: uint8, or fp32 in small parameters).
-    Quantised moments also have absmax1 and absmax2 (scales: [blocks]), and qmap1 and qmap2 (maps:
-    [256]).
+    Kinds of state: state1 and state2 (the moments: uint8, or fp32 in small parameters). Quantised
+    moments also have absmax1 and absmax2 (scales: [blocks]), and qmap1 and qmap2 (maps: [256]).
 
     Raises:
         UnusableOptimizer: bitsandbytes has no working kernel for `device`.
     """
+
+    alignment = BLOCK
+    spans: Mapping[str, int] = {"state1": 1, "state2": 1, "absmax1": BLOCK, "absmax2": BLOCK}
 
     def __init__(self, device: torch.device) -> None:
         from bitsandbytes import functional
@@ -180,19 +164,24 @@ class AdamW8bit(UpdateRule):
         self._functional = functional
         self._require_kernel(device)
 
-    def initial_state(self, weights: Tensor) -> State:
-        state = empty_8bit_state(weights)
+    def kind_of(self, weights: Tensor) -> Hashable:
+        """Whether the moments are quantised."""
+        return is_quantised(weights)
+
+    def initial_state(self, weights: Tensor, kind: Hashable) -> State:
+        state = empty_8bit_state(weights, bool(kind))
         for kind in state.keys() & _SIGNED:
             state[kind].copy_(self._functional.create_dynamic_map(signed=_SIGNED[kind]))
         return state
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
-        state[STEP] += 1
+    def update(
+        self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
+    ) -> None:
         update = self._update_32bit if state["state1"].is_floating_point() else self._update_8bit
-        update(weights, gradient.float().contiguous(), state, options)
+        update(weights, gradient.float(), state, step, options)
 
     def _update_8bit(
-        self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions
+        self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
     ) -> None:
         self._functional.optimizer_update_8bit_blockwise(
             _ADAM,
@@ -205,7 +194,7 @@ class AdamW8bit(UpdateRule):
             _UNUSED,
             _UNUSED,
             options.adam.eps,
-            int(state[STEP]),
+            step,
             options.lr,
             state["qmap1"],
             state["qmap2"],
@@ -216,7 +205,7 @@ class AdamW8bit(UpdateRule):
         )
 
     def _update_32bit(
-        self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions
+        self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
     ) -> None:
         self._functional.optimizer_update_32bit(
             _ADAM,
@@ -225,7 +214,7 @@ class AdamW8bit(UpdateRule):
             state["state1"],
             options.adam.beta1,
             options.adam.eps,
-            int(state[STEP]),
+            step,
             options.lr,
             state["state2"],
             options.adam.beta2,
@@ -238,7 +227,8 @@ class AdamW8bit(UpdateRule):
         try:
             weights = torch.zeros(MIN_8BIT_ELEMENTS, device=device)
             options = StepOptions(lr=1.0, weight_decay=0.0)
-            self.update(weights, torch.ones_like(weights), self.initial_state(weights), options)
+            state = self.initial_state(weights, True)
+            self.update(weights, torch.ones_like(weights), state, 1, options)
             furthest = float((weights + 1.0).abs().max())
         except (RuntimeError, AttributeError) as error:
             raise _no_kernel(device, str(error)) from error
@@ -250,19 +240,20 @@ class AdamW8bit(UpdateRule):
             )
 
 
-def empty_8bit_state(weights: Tensor) -> State:
+def is_quantised(weights: Tensor) -> bool:
+    """Whether `AdamW8bit` quantises the moments of a parameter."""
+    return weights.numel() >= MIN_8BIT_ELEMENTS
+
+
+def empty_8bit_state(weights: Tensor, is_quantised: bool) -> State:
     """The tensors of `AdamW8bit`'s initial state, with maps of zeros. Needs no bitsandbytes."""
-    device, is_quantised = weights.device, weights.numel() >= MIN_8BIT_ELEMENTS
-    state = {
-        kind: torch.zeros_like(weights, dtype=torch.uint8 if is_quantised else torch.float32)
-        for kind in ("state1", "state2")
-    }
+    device, dtype = weights.device, torch.uint8 if is_quantised else torch.float32
+    state = {kind: torch.zeros_like(weights, dtype=dtype) for kind in ("state1", "state2")}
     if is_quantised:
         blocks = -(-weights.numel() // BLOCK)
         state |= {kind: torch.zeros(blocks, device=device) for kind in ("absmax1", "absmax2")}
-        # Each parameter has its own maps, so that no two tensors of a checkpoint share memory.
         state |= {kind: torch.zeros(MAP_VALUES, device=device) for kind in _SIGNED}
-    return {STEP: torch.zeros(()), **state}
+    return state
 
 
 def _no_kernel(device: torch.device, why: str) -> UnusableOptimizer:
@@ -276,28 +267,31 @@ class Adafactor(UpdateRule):
     """Adafactor (arXiv 1804.04235, algorithms 4 and 5) in fp32. The step size is the learning rate
     itself, not a fraction of the weights' size.
 
-    Kinds of state: step; row_var and col_var in matrices; variance in vectors.
+    Kinds of state: row_var and col_var in matrices; variance in vectors.
     """
 
-    def initial_state(self, weights: Tensor) -> State:
+    is_elementwise = False
+    spans: Mapping[str, int] = {}
+
+    def initial_state(self, weights: Tensor, kind: Hashable = None) -> State:  # noqa: ARG002
         shape, device = weights.shape, weights.device
         if weights.dim() < 2:
-            moments = {VECTOR: torch.zeros(shape, device=device)}
-        else:
-            moments = {
-                ROW: torch.zeros((*shape[:-1], 1), device=device),
-                COLUMN: torch.zeros((*shape[:-2], 1, shape[-1]), device=device),
-            }
-        return {STEP: torch.zeros(()), **moments}
+            return {VECTOR: torch.zeros(shape, device=device)}
+        return {
+            ROW: torch.zeros((*shape[:-1], 1), device=device),
+            COLUMN: torch.zeros((*shape[:-2], 1, shape[-1]), device=device),
+        }
 
-    def update(self, weights: Tensor, gradient: Tensor, state: State, options: StepOptions) -> None:
+    def update(
+        self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
+    ) -> None:
         adafactor(
             [weights],
             [scaled(gradient, options.gradient_scale)],
             [state.get(ROW)],
             [state.get(COLUMN)],
             [state.get(VECTOR)],
-            [state[STEP]],
+            [torch.tensor(step - 1.0)],  # torch counts
             d=MAX_UPDATE_RMS,
             # torch's step size is min(lr, 1 / sqrt(step)) times the RMS of the weights, or times
             # eps2 if that is larger. With these two values the step size is the learning rate.

@@ -30,7 +30,8 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import ForwardPass
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.model.policy import CausalLM, device_of, layers_of
-from grpo_trainer.optim.master_optimizer import MASTER, MasterOptimizer
+from grpo_trainer.optim.buckets import MASTER
+from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks import Ranks
 
 
@@ -176,9 +177,9 @@ class RankOptimizer(MasterOptimizer):
             master = self.masters[index]
             shape = master.shape if self._sharded is None else self._sharded.shapes[name]
             whole = torch.empty(shape, dtype=master.dtype, device=master.device)
-            state = self._update.rule.initial_state(whole) if has_state[index] else {}
+            kinds = self._kinds(whole) if has_state[index] else {MASTER: whole}
             own: dict[str, Tensor] = {}
-            for kind, place in {MASTER: whole, **state}.items():
+            for kind, place in kinds.items():
                 if self._ranks.leads:
                     place.copy_(tensors[f"{kind}/{name}"])
                 sent = self._ranks.from_leader(place, "a checkpoint")

@@ -117,5 +117,7 @@ def gradients(
     """Statistics of one step, and its gradients in one vector."""
     torch.manual_seed(seed)
     stats = accumulate_gradients(policy, collated(group(), group(scores=[0.0, 1.0])), GRPO, step=0)
-    gathered = [optimizer.gradients.pop(index) for index in range(len(optimizer.masters))]
-    return stats, torch.cat([g.flatten() for g in gathered if g is not None])
+    optimizer.gradients.gather()
+    gathered = [g.flatten() for g in optimizer.gradients.tensors if g is not None]
+    optimizer.gradients.clear()
+    return stats, torch.cat(gathered)

@@ -1,0 +1,275 @@
+"""Parameters one after the other in flat tensors, so that one kernel works on many of them.
+
+A model has hundreds of parameters, and on a GPU it takes longer to launch a few kernels for each
+than to update them. So master weights, gradients, moments and the staging copy of all parameters in
+a bucket are one tensor each, and those of one parameter are views.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from grpo_trainer.optim.master_update import MasterUpdate
+from grpo_trainer.optim.rules import STEP, State, StepOptions
+
+MASTER = "master"
+ROW = 1024
+"""Gradients are squared and added up in rows of this many, which rounds less than one long sum."""
+T = TypeVar("T")
+BUCKET_ELEMENTS = 2**27
+"""Most weights of a bucket of several parameters. Copies of all gradients or results at once would
+be as large as the model; copies of a bucket are 256 MiB in bf16."""
+PART_ELEMENTS = 2**22
+"""Number of weights that a CPU updates at a time: their copies take 16 MiB each."""
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is divided among ranks (a view); else the tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        part: Tensor = to_local()
+        return part
+
+
+class Bucket:
+    """Parameters that one call can update: of one data type, one weight decay and one kind of
+    state. Each begins at a multiple of the rule's alignment; the weights in between are 0, as are
+    their gradients.
+
+    Args:
+        indices: of the parameters, in the optimizer
+        parameters: this rank's parts are kept if they are divided
+        update: of the master weights
+
+    Attributes:
+        masters: the master weights of each parameter: views
+        gradient: the sum so far, flat. After one backward pass it has the parameters' type: in bf16
+            it takes half the memory and loses nothing, because it was computed in bf16. From the
+            second pass on it is in fp32. None: no parameter has a gradient
+        has_gradient: of each parameter
+        steps: number that each parameter has taken
+        staged: the newest weights in the parameters' type, flat, until they are written
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        weight_decay: float,
+        update: MasterUpdate,
+    ) -> None:
+        self.indices, self._whole, self.weight_decay = indices, parameters, weight_decay
+        self.parameters = [own_part(p) for p in parameters]
+        self._update, self._rule = update, update.rule
+        self._kind = self._rule.kind_of(self.parameters[0])
+        self._edges = [0]
+        for parameter in self.parameters:
+            self._edges.append(self._edges[-1] + _padded(parameter.numel(), self._rule.alignment))
+        if self._rule.is_elementwise:
+            self._edges[-1] = _padded(self._edges[-1], ROW)
+        size, device = self._edges[-1], self.parameters[0].device
+        self._master = torch.zeros(size, dtype=update.dtype, device=device)
+        self.masters = self._views(self._master)
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.copy_(parameter.detach())
+        self._state: State = {}
+        self.gradient: Tensor | None = None
+        self.has_gradient = [False] * len(parameters)
+        self.steps = [0] * len(parameters)
+        self.staged: Tensor | None = None
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        places = zip(self._edges, self.parameters, strict=False)
+        return [flat[start : start + p.numel()].view(p.shape) for start, p in places]
+
+    def newest(self) -> list[Tensor]:
+        """Of each parameter the staging copy if there is one, else the master weights."""
+        return self.masters if self.staged is None else self._views(self.staged)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of each parameter: views."""
+        if self.gradient is None:
+            return [None] * len(self.parameters)
+        views = zip(self._views(self.gradient), self.has_gradient, strict=True)
+        return [view if has else None for view, has in views]
+
+    @torch.no_grad()
+    def gather(self) -> bool:
+        """Take the gradients of a backward pass from the parameters, and add them. Returns whether
+        there were any."""
+        found = [parameter.grad for parameter in self._whole]
+        if all(gradient is None for gradient in found):
+            return False
+        flat = torch.cat(list(self._pieces(found)))
+        for parameter in self._whole:
+            parameter.grad = None
+        self.gradient = flat if self.gradient is None else self.gradient.float().add_(flat)
+        pairs = zip(self.has_gradient, found, strict=True)
+        self.has_gradient = [has or gradient is not None for has, gradient in pairs]
+        return True
+
+    def _pieces(self, gradients: Sequence[Tensor | None]) -> Iterator[Tensor]:
+        for position, gradient in enumerate(gradients):
+            left = self._edges[position + 1] - self._edges[position]
+            if gradient is not None:
+                part = own_part(gradient).reshape(-1)
+                left -= len(part)
+                yield part
+            if left:
+                yield self._master.new_zeros(left, dtype=self.parameters[0].dtype)
+
+    def add_up(self, total: Callable[[Tensor], Tensor], has_gradient: Sequence[bool]) -> None:
+        """Add up the gradients of all ranks, in fp32. Args: has_gradient: on any rank"""
+        self.has_gradient = list(has_gradient)
+        if any(has_gradient):
+            own, self.gradient = self.gradient, None
+            wide = (
+                torch.zeros_like(self._master, dtype=torch.float32) if own is None else own.float()
+            )
+            del own
+            self.gradient = total(wide)
+
+    def row_norms(self) -> Tensor:
+        """L2 norms of the rows of the gradient, in fp32: [rows]."""
+        assert self.gradient is not None
+        rows = self.gradient.view(-1, ROW) if self._rule.is_elementwise else self.gradient[None]
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        return norms
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.gradient, self.has_gradient = None, [False] * len(self.parameters)
+
+    def step(self, options: StepOptions) -> None:
+        """Update the parameters that have a gradient, and stage the result."""
+        if self.gradient is None:
+            return
+        if not self._state:
+            self._state = self._initial_state()
+        for first, beyond in self._runs():
+            steps = self.steps[first] + 1
+            for master, gradient, state in self._parts(first, beyond):
+                self._update.step(master, gradient, state, steps, options)
+            self.steps[first:beyond] = [steps] * (beyond - first)
+        gradient, dtype = self.gradient, self.parameters[0].dtype
+        self.clear()
+        if dtype == self._master.dtype:
+            self.staged = None
+        elif dtype == gradient.dtype:
+            self.staged = gradient.copy_(self._master)  # needs no more memory
+        else:
+            del gradient
+            self.staged = self._master.to(dtype)
+
+    def _initial_state(self) -> State:
+        weights = self._master if self._rule.is_elementwise else self.masters[0]
+        return self._rule.initial_state(weights, self._kind)
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """Neighbours that take the same step: all have a gradient, and have taken as many steps."""
+        first = 0
+        for key, run in groupby(zip(self.has_gradient, self.steps, strict=True)):
+            beyond = first + len(list(run))
+            if key[0]:
+                yield first, beyond
+            first = beyond
+
+    def _parts(self, first: int, beyond: int) -> Iterator[tuple[Tensor, Tensor, State]]:
+        """Master weights, gradients and state of neighbours, in parts of limited size."""
+        assert self.gradient is not None
+        if not self._rule.is_elementwise:
+            yield self.masters[0], self._views(self.gradient)[0], self._state
+            return
+        most = BUCKET_ELEMENTS if self._master.is_cuda else PART_ELEMENTS
+        for start in range(self._edges[first], self._edges[beyond], most):
+            end = min(start + most, self._edges[beyond])
+            yield self._master[start:end], self.gradient[start:end], self._state_at(start, end)
+
+    def _state_at(self, start: int, end: int) -> State:
+        spans = self._rule.spans
+        return {
+            kind: tensor[start // spans[kind] : -(-end // spans[kind])] if kind in spans else tensor
+            for kind, tensor in self._state.items()
+        }
+
+    def _state_of(self, position: int) -> State:
+        """One parameter's state: views of what belongs to it alone; empty if no step was taken."""
+        if not self._rule.is_elementwise:
+            return self._state
+        start, parameter = self._edges[position], self.parameters[position]
+        found = self._state_at(start, start + parameter.numel())
+        for kind, tensor in found.items():
+            span = self._rule.spans.get(kind)
+            if span == 1:
+                found[kind] = tensor.view(parameter.shape)
+            elif span is None:
+                found[kind] = tensor.clone()
+        return found
+
+    def tensors(self) -> list[State]:
+        """All tensors of each parameter by kind: of those that took no step the master weights."""
+        found: list[State] = []
+        for position, (master, steps) in enumerate(zip(self.masters, self.steps, strict=True)):
+            state = {STEP: torch.tensor(float(steps)), **self._state_of(position)} if steps else {}
+            found.append({MASTER: master, **state})
+        return found
+
+    def load(self, position: int, saved: State) -> None:
+        """Replace one parameter's tensors by copies. Args: saved: as in `tensors`"""
+        self.masters[position].copy_(saved[MASTER])
+        self.staged, self.steps[position] = None, int(saved.get(STEP, 0))
+        if STEP in saved and not self._state:
+            self._state = self._initial_state()
+        for kind, tensor in self._state_of(position).items():
+            tensor.copy_(saved[kind]) if STEP in saved else tensor.zero_()
+
+
+def in_order(buckets: Iterable[Bucket], values: Callable[[Bucket], Sequence[T]]) -> list[T]:
+    """Values of all parameters in the optimizer's order. Args: values: of a bucket's parameters"""
+    found = [
+        pair for bucket in buckets for pair in zip(bucket.indices, values(bucket), strict=True)
+    ]
+    return [value for _, value in sorted(found, key=itemgetter(0))]
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def buckets_of(
+    parameters: Sequence[nn.Parameter], weight_decay: float, update: MasterUpdate
+) -> list[Bucket]:
+    """Args: weight_decay: of matrices; see `MasterOptimizer`"""
+    indices = defaultdict[Hashable, list[int]](list)
+    for index, parameter in enumerate(parameters):
+        rule, part = update.rule, own_part(parameter)
+        kind: Hashable = rule.kind_of(part) if rule.is_elementwise else index
+        indices[kind, part.dtype, parameter.ndim > 1].append(index)
+    found = []
+    for alike in indices.values():
+        for some in _limited(alike, [own_part(p).numel() for p in parameters]):
+            members = [parameters[index] for index in some]
+            decay = weight_decay if members[0].ndim > 1 else 0.0
+            found.append(Bucket(some, members, decay, update))
+    return found
+
+
+def _limited(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Divide the indices into parts of at most `BUCKET_ELEMENTS` weights, or of one parameter."""
+    found, left = list[list[int]](), 0
+    for index in indices:
+        left -= sizes[index]
+        if not found or left < 0:
+            found.append([])
+            left = BUCKET_ELEMENTS - sizes[index]
+        found[-1].append(index)
+    return found
