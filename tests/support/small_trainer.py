@@ -14,7 +14,7 @@ from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
 from grpo_trainer.data.batches import Position
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import Schedule
+from grpo_trainer.optim.schedule import Schedule
 
 SETTINGS = CommandLine(model="m", mode="shared_vllm").settings()
 

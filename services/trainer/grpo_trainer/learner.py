@@ -39,7 +39,8 @@ from grpo_trainer.model.loading import broadcast_policy, warn_of_slow_type
 from grpo_trainer.model.logprobs import TokenValues, values_of_all
 from grpo_trainer.model.policy import CausalLM, device_of, train_only
 from grpo_trainer.model.reference import Reference, build_reference
-from grpo_trainer.optim.master_optimizer import MasterOptimizer, WeightDigests, build_optimizer
+from grpo_trainer.optim.digests import WeightDigests
+from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
 from grpo_trainer.ranks import ALONE, Ranks
 from grpo_trainer.token_table import TokenTable

@@ -30,7 +30,7 @@ from grpo_runs.replay.verdict import (
 from grpo_runs.settings.replay import ReplaySettings
 from grpo_trainer.errors import NonFiniteStep
 from grpo_trainer.learner import GradientStats, Learner, with_objective
-from grpo_trainer.optim.master_optimizer import digests_of
+from grpo_trainer.optim.digests import digests_of
 from grpo_trainer.telemetry.provenance import code_of, machine_of
 
 

@@ -27,8 +27,8 @@ from grpo_trainer.errors import NotReplayable
 from grpo_trainer.learner import GradientStats, Learner, build_learner
 from grpo_trainer.model.loading import TrainedWeights, device_to_load_on
 from grpo_trainer.model.policy import limits_of
+from grpo_trainer.optim.digests import digests_of
 from grpo_trainer.optim.loss_scale import ScaleRecord
-from grpo_trainer.optim.master_optimizer import digests_of
 from grpo_trainer.ranks import ALONE
 
 

@@ -7,33 +7,26 @@ nothing. So the step updates master weights: fp32 copies, or bf16 copies with st
 
 To shorten the pause, a step also rounds its result to the served data type, if that differs, into
 the staging copy, which takes the memory of the gradients that were used.
-
-`WeightDigests` computes digests of the master weights in a thread, from one update to the next.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from grpo_core.provenance.digest import TENSOR_DIGITS, joined, tensor_digest
-from grpo_core.provenance.records import Facts
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_trainer.atomic_files import DTYPES, PART_BYTES
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, middle
 from grpo_trainer.optim.buckets import MASTER, Bucket, buckets_of, in_order
-from grpo_trainer.optim.loss_scale import GatheredGradients, LossScale
-from grpo_trainer.optim.master_update import LearningRate, MasterUpdate, Schedule, build_update
+from grpo_trainer.optim.gradients import Gradients
+from grpo_trainer.optim.loss_scale import LossScale
+from grpo_trainer.optim.master_update import MasterUpdate, build_update
 from grpo_trainer.optim.rules import ADAM, STEP, Adam, AdamW32, State, StepOptions
-from grpo_trainer.ranks import Ranks
+from grpo_trainer.optim.schedule import LearningRate, Schedule
 
 WATCHED_TENSORS, WATCHED_WEIGHTS = 8, 256
 _WRITTEN_AT_ONCE = 16
@@ -52,6 +45,7 @@ class MasterOptimizer:
         max_grad_norm: bound on the global L2 norm of the gradient
         update: updates one master weight tensor (default: AdamW in fp32)
         adam: constants of the Adam rules
+        total: see `Gradients`
         scales_loss: gradients are computed in float16 and multiplied by `loss_scale`
     """
 
@@ -64,6 +58,7 @@ class MasterOptimizer:
         update: MasterUpdate | None = None,
         scales_loss: bool = False,
         adam: Adam = ADAM,
+        total: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         whole = list(parameters)
         self._shapes = [p.shape for p in whole]
@@ -71,7 +66,7 @@ class MasterOptimizer:
         self.buckets = buckets_of(whole, weight_decay, self._update)
         self._parameters = in_order(self.buckets, lambda bucket: bucket.parameters)
         self.masters = in_order(self.buckets, lambda bucket: bucket.masters)
-        self.gradients = GatheredGradients(self.buckets)
+        self.gradients = Gradients(self.buckets, total)
         self.loss_scale = LossScale(self.gradients) if scales_loss else None
         self._watch: _UpdateWatch | None = None
         self.learning_rate = learning_rate
@@ -240,76 +235,3 @@ class _UpdateWatch:
         is_equal = torch.cat(self._weights) == torch.cat(self._before)
         counts: list[int] = torch.stack([(is_equal & moves).sum(), moves.sum()]).tolist()
         return counts[0] / max(1, counts[1])
-
-
-_BYTES = TENSOR_DIGITS // 2
-
-
-class WeightDigests:
-    """All ranks begin and finish together. The weights must not change in between.
-
-    Args:
-        masters: this rank's
-        parts: number of ranks among which each tensor is divided; 1 if rank 0 has all
-    """
-
-    def __init__(self, masters: Sequence[Tensor], ranks: Ranks, parts: int = 1) -> None:
-        self._masters, self._ranks, self._parts = masters, ranks, parts
-        self._pending: Future[list[str]] | None = None
-        self._thread = ThreadPoolExecutor(1, "digests")
-
-    def begin(self) -> None:
-        """Compute the digests of the weights as they are now."""
-        if self._ranks.leads or self._parts > 1:
-            self._pending = self._thread.submit(self._computed, _after_queued_work(self._masters))
-
-    def finish(self) -> list[str] | None:
-        """The digest of each tensor. None on ranks above 0, or if none were begun."""
-        if self._pending is None:
-            return None
-        own, self._pending = self._pending.result(), None
-        if self._parts == 1:
-            return own
-        sent = torch.zeros(self._parts, len(own), _BYTES, dtype=torch.uint8)
-        rows = [list(bytes.fromhex(digest)) for digest in own]
-        sent[self._ranks.index] = torch.tensor(rows, dtype=torch.uint8)
-        whole = self._ranks.total(sent).tolist()
-        if not self._ranks.leads:
-            return None
-        parts = [[bytes(row).hex() for row in part] for part in whole]
-        return [joined(of_ranks) for of_ranks in zip(*parts, strict=True)]
-
-    def _computed(self, stream: Any) -> list[str]:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            return [tensor_digest(_pieces(master)) for master in self._masters]
-
-
-def digests_of(masters: Sequence[Tensor], parts: int) -> list[str]:
-    """The digest of each whole tensor, as `parts` ranks that divide its rows compute it."""
-    return [joined([tensor_digest(_pieces(part)) for part in _rows(m, parts)]) for m in masters]
-
-
-def _rows(whole: Tensor, parts: int) -> list[Tensor]:
-    """As FSDP2 divides them: the last ranks may have none."""
-    found = whole.chunk(parts)
-    return [*found, *[whole[:0]] * (parts - len(found))]
-
-
-def facts_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[Facts]:
-    """Args: shapes: of the whole tensors, by name; dtype: of the master weights"""
-    return [(name, DTYPES[str(dtype)], shape) for name, shape in shapes.items()]
-
-
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    for part in torch.split(tensor.detach().reshape(-1).view(torch.uint8), PART_BYTES):
-        yield part.cpu().numpy().data
-
-
-def _after_queued_work(masters: Sequence[Tensor]) -> Any:
-    """On a GPU, a stream of its own, in which copies do not wait for the next step."""
-    device = masters[0].device
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream

@@ -8,10 +8,9 @@ fp32 number itself (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551, se
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -23,8 +22,6 @@ from grpo_core.tree.optim import (
     BITSANDBYTES,
     BITSANDBYTES_PIN,
     OptimizerName,
-    OptimizerOptions,
-    ScheduleName,
 )
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.errors import MissingPackage, UnusableOptimizer
@@ -180,35 +177,3 @@ def _require_bfloat16(parameters: Sequence[Tensor]) -> None:
             f"--master-dtype bfloat16: the weights are in {found}, and bfloat16 would lose part of "
             "their precision; pass --master-dtype float32, or serve the model in bfloat16"
         )
-
-
-LearningRate = Callable[[int], float]
-"""The learning rate of the step with this index, counted from 0."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Grows linearly to `peak` over `warmup_steps` steps. Then it stays there (constant), or falls
-    to 0 over the steps that are left, along a line or half a cosine (arXiv 1608.03983, equation 5).
-    """
-
-    name: ScheduleName
-    peak: float
-    warmup_steps: int
-    steps: int
-
-    @classmethod
-    def of(cls, options: OptimizerOptions, steps: int) -> Schedule:
-        """Args: steps: of the run"""
-        warmup_steps = options.warmup_steps or math.ceil(round(options.warmup_ratio * steps, 6))
-        return cls(options.lr_schedule, options.lr, warmup_steps, steps)
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        if self.name == "constant":
-            return self.peak
-        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        if self.name == "linear":
-            return self.peak * (1 - done)
-        return self.peak * (1 + math.cos(math.pi * done)) / 2

@@ -133,10 +133,8 @@ class RankOptimizer(MasterOptimizer):
         sharded: Sharded | None,
         **options: Any,
     ) -> None:
-        super().__init__(parameters, **options)
+        super().__init__(parameters, total=None if sharded is None else ranks.total, **options)
         self._ranks, self._sharded = ranks, sharded
-        if sharded is not None:
-            self.gradients.total = ranks.total
 
     @property
     def parts(self) -> int:

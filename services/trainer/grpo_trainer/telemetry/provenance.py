@@ -45,7 +45,7 @@ from grpo_trainer.functions import files_of
 from grpo_trainer.learner import GradientStats, Learner
 from grpo_trainer.model.adapter import adapter_dropouts
 from grpo_trainer.model.policy import device_of
-from grpo_trainer.optim.master_optimizer import facts_of
+from grpo_trainer.optim.digests import facts_of
 from grpo_trainer.telemetry.rollouts import prepare_steps
 from grpo_trainer.telemetry.sinks import rotate_records
 from grpo_trainer.weight_sync.base import Published

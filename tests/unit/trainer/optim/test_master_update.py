@@ -14,7 +14,8 @@ from torch import Tensor
 from grpo_core.tree.optim import ScheduleName
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.optim import master_update
-from grpo_trainer.optim.master_update import Schedule, StochasticRounding
+from grpo_trainer.optim.master_update import StochasticRounding
+from grpo_trainer.optim.schedule import Schedule
 
 DRAWS = 1 << 18
 DEVIATION = math.sqrt(math.log(2e12) / (2 * DRAWS))
