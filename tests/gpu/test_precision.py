@@ -93,7 +93,7 @@ def _without_bounds(inputs: Any) -> Any:
     bounds = torch.tensor([0, len(places)], dtype=torch.int32, device=DEVICE)
     inputs.arguments.update(
         bounds=PackedBounds(bounds, bounds, len(places), len(places), places.to(DEVICE)),
-        attention_calls=AttentionCalls.of([Part(places, shared=0)], DEVICE),
+        attention_calls=AttentionCalls([Part(places, shared=0)], DEVICE),
         position_ids=places.to(DEVICE).unsqueeze(0),
     )
     return inputs

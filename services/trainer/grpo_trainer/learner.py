@@ -8,7 +8,7 @@ server, and every metric but the loss, use a second forward pass without dropout
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 
@@ -276,16 +276,16 @@ def backward(
     on_device = on_device.with_recomputed(without_dropout.logp)
     parts = step_loss(trained, on_device, objective)
     loss = parts.policy + parts.kl + parts.entropy
-    # One transfer to the host for all values that are read here: each transfer waits for the
-    # device.
-    read, values = _to_host(parts, without_dropout)
-    if where is not None and not math.isfinite(sum(read)):
-        raise _non_finite(where, sum(read), _sums(values, micro, objective))
+    arrived = _sent_to_host(parts, without_dropout)
     # Dropout is on again, because layers that are recomputed must repeat the forward pass.
     with dropout_on(dropouts):
         (scale * loss).backward()  # type: ignore[no-untyped-call]
     # The host computes the sums while the GPU runs the backward pass.
-    return read, _sums(values, micro, objective), values
+    read, values = arrived()
+    sums = _sums(values, micro, objective)
+    if where is not None and not math.isfinite(sum(read)):
+        raise _non_finite(where, sum(read), sums)
+    return read, sums, values
 
 
 def _sums(values: TokenValues, micro: MicroBatch, objective: Objective) -> LossSums:
@@ -303,9 +303,22 @@ def _non_finite(where: str, loss: float, sums: LossSums) -> NonFiniteLoss:
     )
 
 
-def _to_host(parts: LossParts, values: TokenValues) -> tuple[list[float], TokenValues]:
-    """Copy all to host memory in one transfer: scalars, [B, T] each."""
+def _sent_to_host(
+    parts: LossParts, values: TokenValues
+) -> Callable[[], tuple[list[float], TokenValues]]:
+    """Begin to copy all to host memory in one transfer. The result waits for it, and returns the
+    scalars and [B, T] each."""
     scalars = torch.stack(parts).detach()
-    flat = torch.cat([scalars, *(value.detach().flatten() for value in values)]).cpu()
+    flat = torch.cat([scalars, *(value.detach().flatten() for value in values)])
     shape = (len(values), *values.logp.shape)
-    return flat[: len(parts)].tolist(), TokenValues(*flat[len(parts) :].view(shape))
+    copy = flat.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event() if flat.is_cuda else None  # type: ignore[no-untyped-call]
+    if copied is not None:
+        copied.record()
+
+    def arrived() -> tuple[list[float], TokenValues]:
+        if copied is not None:
+            copied.synchronize()
+        return copy[: len(parts)].tolist(), TokenValues(*copy[len(parts) :].view(shape))
+
+    return arrived

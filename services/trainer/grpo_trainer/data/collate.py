@@ -34,6 +34,13 @@ the sequences of each micro-batch, in the order in which they are laid out. A mi
 least one sequence, whatever its length."""
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. A copy to a GPU is queued there; the host does not wait for it."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass and of the loss.
@@ -60,6 +67,15 @@ class MicroBatch:
     shared: tuple[int, ...]  # [B] first inputs that equal those of the previous sequence
     is_logged: tuple[bool, ...]  # [B] whether behaviour_logp is known, or must be recomputed
     reference_logp: Tensor | None = None  # [B, T] float32, of the reference model, if there is one
+    places: tuple[Tensor, Tensor] | None = None  # see `trained`
+
+    def trained(self) -> tuple[Tensor, Tensor]:
+        """Rows and columns of the trained targets: [K] int64 each. After `to` they are known, so
+        that a GPU need not be asked."""
+        if self.places is not None:
+            return self.places
+        row, column = (self.token_weight > 0).nonzero(as_tuple=True)
+        return row, column
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -68,7 +84,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move to `device`. Tensors that are already there are not copied."""
-        return self._with_tensors(lambda tensor: tensor.to(device))
+        row, column = (sent(places, device) for places in self.trained())
+        moved = self._with_tensors(lambda tensor: sent(tensor, device))
+        return replace(moved, places=(row, column))
 
     def first_rows(self, count: int) -> MicroBatch:
         """The first `count` sequences, without padding that only others need."""
@@ -79,6 +97,7 @@ class MicroBatch:
             lengths=lengths,
             shared=self.shared[:count],
             is_logged=self.is_logged[:count],
+            places=None,
         )
 
     def without_weight(self) -> MicroBatch:
@@ -91,6 +110,7 @@ class MicroBatch:
             lengths=(1,),
             shared=(0,),
             is_logged=(True,),
+            places=None,
         )
 
     def with_recomputed(self, logp: Tensor) -> MicroBatch:

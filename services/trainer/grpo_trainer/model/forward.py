@@ -85,7 +85,7 @@ class FastForward:
         return self._values(policy, micro)
 
     def _values(self, policy: CausalLM, micro: MicroBatch) -> TokenValues:
-        row, column = (micro.token_weight > 0).nonzero(as_tuple=True)  # [K] each
+        row, column = micro.trained()  # [K] each
         targets, temperature = micro.targets[row, column], micro.temperature[row]
         inputs = self.layout.inputs(micro)
         positions = inputs.places[row, column]  # [K]

@@ -208,8 +208,9 @@ def _gathered(
     """Some sequences at a time: [1, A, N, D] → [1, N, A, D]."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, A, D]
     results = []
+    planned, places = calls.planned
     masks = calls.masks(sliding_window, query.dtype)
-    for call, mask in zip(calls.calls, masks, strict=True):
+    for call, mask in zip(planned, masks, strict=True):
         found = functional.scaled_dot_product_attention(
             _gather(q, call.queries),
             _gather(k, call.keys),
@@ -220,7 +221,7 @@ def _gathered(
             enable_gqa=query.shape[1] != key.shape[1],
         )  # [S, A, Q, D]
         results.append(found.transpose(1, 2).flatten(0, 1))  # [S * Q, A, D]
-    return torch.cat(results).index_select(0, calls.results).unsqueeze(0)
+    return torch.cat(results).index_select(0, places).unsqueeze(0)
 
 
 def _gather(values: Tensor, places: Tensor) -> Tensor:

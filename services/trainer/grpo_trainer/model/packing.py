@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_trainer.data.collate import Cut, MicroBatch, by_length, by_prefix
+from grpo_trainer.data.collate import Cut, MicroBatch, by_length, by_prefix, sent
 
 CALL_SCORES = 20_000
 """What one more attention call costs, as a number of attention scores. Measured on 2 cores."""
@@ -67,19 +68,19 @@ def packed(micro: MicroBatch) -> ModelInputs:
         if micro.lengths[i] > micro.shared[i]
     ]
     arguments = {
-        "input_ids": micro.inputs[row.to(device), position.to(device)].unsqueeze(0),
-        "position_ids": position.to(device).unsqueeze(0),
+        "input_ids": micro.inputs[sent(row, device), sent(position, device)].unsqueeze(0),
+        "position_ids": sent(position, device).unsqueeze(0),
         "bounds": PackedBounds(
-            queries=_bounds([part.own for part in parts]).to(device),
-            keys=_bounds([part.length for part in parts]).to(device),
+            queries=sent(_bounds([part.own for part in parts]), device),
+            keys=sent(_bounds([part.length for part in parts]), device),
             longest_queries=max(part.own for part in parts),
             longest_keys=max(part.length for part in parts),
-            key_places=torch.cat([part.places for part in parts]).to(device),
+            key_places=sent(torch.cat([part.places for part in parts]), device),
         ),
-        "attention_calls": AttentionCalls.of(parts, device),
+        "attention_calls": AttentionCalls(parts, device),
         "use_cache": False,
     }
-    return ModelInputs(arguments, places.to(device))
+    return ModelInputs(arguments, sent(places, device))
 
 
 class PackedBounds(NamedTuple):
@@ -136,18 +137,20 @@ class AttentionCall:
 
 
 class AttentionCalls:
-    """How the attention of one micro-batch is computed; the same in all layers.
+    """How the attention of one micro-batch is computed without flash attention; the same in all
+    layers.
 
     Not a tuple or a dataclass, because torch.compile would compile its lengths in.
     """
 
-    def __init__(self, calls: Sequence[AttentionCall], results: Tensor) -> None:
-        self.calls = calls
-        self.results = results  # [N] place of each token's result among those of all calls
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self._parts, self._device = parts, device
         self._masks: dict[int | None, list[Tensor | None]] = {}
 
-    @classmethod
-    def of(cls, parts: Sequence[Part], device: torch.device) -> AttentionCalls:
+    @cached_property
+    def planned(self) -> tuple[list[AttentionCall], Tensor]:
+        """The calls, and [N] the place of each token's result among those of all calls."""
+        parts, device = self._parts, self._device
         calls = []
         results = torch.empty(sum(part.own for part in parts), dtype=torch.long)
         end = 0
@@ -164,15 +167,16 @@ class AttentionCalls:
                 end += width
             first = torch.tensor([part.shared for part in together]).view(-1, 1, 1, 1)
             is_whole = not bool(first.any())
-            call = AttentionCall(queries.to(device), keys.to(device), first.to(device), is_whole)
-            calls.append(call)
-        return cls(calls, results.to(device))
+            queries, keys, first = (sent(places, device) for places in (queries, keys, first))
+            calls.append(AttentionCall(queries, keys, first, is_whole))
+        return calls, sent(results, device)
 
     def masks(self, sliding_window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
         """The mask of each call; all layers with the same window share it. Not booleans, which
         every layer would convert and keep for its backward pass."""
         if sliding_window not in self._masks:
-            self._masks[sliding_window] = [call.mask(sliding_window, dtype) for call in self.calls]
+            calls, _ = self.planned
+            self._masks[sliding_window] = [call.mask(sliding_window, dtype) for call in calls]
         return self._masks[sliding_window]
 
 

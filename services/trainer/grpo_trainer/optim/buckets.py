@@ -147,6 +147,8 @@ class Bucket:
 
     def clear(self) -> None:
         """Drop the gradients."""
+        for parameter in self._whole:
+            parameter.grad = None
         self.gradient, self.has_gradient = None, [False] * len(self.parameters)
 
     def step(self, options: StepOptions) -> None:
@@ -189,7 +191,7 @@ class Bucket:
         if not self._rule.is_elementwise:
             yield self.masters[0], self._views(self.gradient)[0], self._state
             return
-        most = BUCKET_ELEMENTS if self._master.is_cuda else PART_ELEMENTS
+        most = PART_ELEMENTS if self._master.device.type == "cpu" else BUCKET_ELEMENTS
         for start in range(self._edges[first], self._edges[beyond], most):
             end = min(start + most, self._edges[beyond])
             yield self._master[start:end], self.gradient[start:end], self._state_at(start, end)
