@@ -19,7 +19,7 @@ class Gradients:
         self, buckets: Sequence[Bucket], total: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._buckets, self._total = buckets, total
-        self._norm: Tensor | None = None
+        self._norm: float | None = None
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -33,14 +33,14 @@ class Gradients:
             if bucket.gather():
                 self._norm = None
 
-    def norm(self) -> Tensor:
-        """L2 norm over all gradients, in fp32: a scalar on their device. Computed once, until the
-        gradients change."""
+    def norm(self) -> float:
+        """L2 norm over all gradients, in fp32. Waits for the device, once until the gradients
+        change."""
         if self._norm is not None:
             return self._norm
         norms = [bucket.row_norms() for bucket in self._buckets if bucket.gradient is not None]
         norm = torch.linalg.vector_norm(torch.cat(norms)) if norms else torch.zeros(())
-        self._norm = norm if self._total is None else self._total(norm.square()).sqrt()
+        self._norm = float(norm if self._total is None else self._total(norm.square()).sqrt())
         return self._norm
 
     @torch.no_grad()

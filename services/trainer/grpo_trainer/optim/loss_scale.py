@@ -50,7 +50,7 @@ class LossScale:
         """
         before = self.record
         yield self.value
-        while not math.isfinite(float(self._gradients.norm())):
+        while not math.isfinite(self._gradients.norm()):
             if self.value == 1:
                 self.record = before
                 return

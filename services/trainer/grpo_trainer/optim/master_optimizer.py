@@ -85,7 +85,7 @@ class MasterOptimizer:
             NonFiniteGradient: no step can be taken.
         """
         self.gradients.gather()
-        norm = float(self.gradients.norm() / self._scale)
+        norm = self.gradients.norm() / self._scale
         if not math.isfinite(norm):
             raise NonFiniteGradient(
                 f"step {step}: the gradient norm is {norm}; the step changed no weight. Lower the "
@@ -221,17 +221,17 @@ class _UpdateWatch:
         trained = [(m, g) for m, g in pairs if g is not None and m.ndim > 1]
         some = trained[:: max(1, -(-len(trained) // WATCHED_TENSORS))]
         self._weights = [middle(master, WATCHED_WEIGHTS) for master, _ in some]
-        self._before = [weights.clone() for weights in self._weights]
+        if not some:
+            return
+        self._before = torch.cat(self._weights)
         # A gradient's memory may hold the staging copy after the update.
-        self._moves = [
-            (middle(gradient, WATCHED_WEIGHTS) != 0) & (FLOAT32_EPS * before.abs() < 0.1 * lr)
-            for (_, gradient), before in zip(some, self._before, strict=True)
-        ]
+        gradients_of_some = torch.cat([middle(gradient, WATCHED_WEIGHTS) for _, gradient in some])
+        self._moves = (gradients_of_some != 0) & (FLOAT32_EPS * self._before.abs() < 0.1 * lr)
 
     def unchanged_fraction(self) -> float:
         if not self._weights:
             return 0.0
-        moves = torch.cat(self._moves)
-        is_equal = torch.cat(self._weights) == torch.cat(self._before)
-        counts: list[int] = torch.stack([(is_equal & moves).sum(), moves.sum()]).tolist()
+        is_equal = torch.cat(self._weights) == self._before
+        pair = [(is_equal & self._moves).sum(), self._moves.sum()]
+        counts: list[int] = torch.stack(pair).tolist()
         return counts[0] / max(1, counts[1])

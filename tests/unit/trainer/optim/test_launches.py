@@ -1,0 +1,59 @@
+"""What a step launches on a GPU, counted on tensors without memory: `benchmarks.gpu_trace`."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu_bench.models import SHAPES, ModelShape
+from benchmarks.gpu_trace import GRADIENTS, OPTIMIZER, WRITE, Counts, Step, traced
+
+LAYERS = 12
+
+
+@pytest.fixture(scope="module")
+def step() -> tuple[ModelShape, int, dict[str, Counts]]:
+    """A small model of many layers: its shape, the number of micro-batches, and the counts."""
+    with pytest.MonkeyPatch.context() as patch:
+        shape = ModelShape(128, LAYERS, 4, 2, 512, 512, tied=True)
+        patch.setitem(SHAPES, "tiny", shape)
+        traced_step = Step("tiny")
+        batch = traced_step.batch()
+        return shape, len(batch.micro_batches), traced(traced_step, batch)
+
+
+def test_the_host_waits_once_a_micro_batch_and_once_for_the_norm(
+    step: tuple[ModelShape, int, dict[str, Counts]],
+) -> None:
+    _, micro_batches, phases = step
+    assert micro_batches > 1
+    assert phases[GRADIENTS].waits == {"_to_copy": micro_batches, "_local_scalar_dense": 1}
+    assert not phases[OPTIMIZER].waits
+    assert not phases[WRITE].waits
+
+
+def test_the_optimizers_launches_do_not_grow_with_the_number_of_parameters(
+    step: tuple[ModelShape, int, dict[str, Counts]],
+) -> None:
+    """It has 146 parameters in two buckets: with and without weight decay."""
+    _, _, phases = step
+    assert phases[OPTIMIZER].total("launches") <= 22
+    assert phases[WRITE].total("launches") <= 12  # one for 16 parameters
+
+
+def test_the_optimizer_reads_and_writes_each_number_a_few_times(
+    step: tuple[ModelShape, int, dict[str, Counts]],
+) -> None:
+    """At best: gradient 2 bytes, master weights and both moments 4 each, read and written, and the
+    staging copy 2."""
+    shape, _, phases = step
+    attention = 2 * shape.hidden * (shape.hidden + shape.kv_width) + shape.hidden
+    layer = attention + 2 * shape.kv_width + 3 * shape.hidden * shape.intermediate
+    weights = LAYERS * (layer + 2 * shape.hidden) + shape.hidden * (shape.vocabulary + 1)
+    assert phases[OPTIMIZER].total("bytes") / weights < 2.1 * (2 + 3 * 8 + 2)
+
+
+def test_a_layer_launches_no_more_than_it_did(
+    step: tuple[ModelShape, int, dict[str, Counts]],
+) -> None:
+    _, micro_batches, phases = step
+    assert phases[GRADIENTS].total("launches") / micro_batches / LAYERS < 150
