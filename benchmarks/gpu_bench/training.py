@@ -48,10 +48,10 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 Options = Mapping[str, object]
 """Of `TrainerSettings`, by the names of its fields."""
 
-ADAMW: Options = {}
+ADAMW: Options = {"optimizer": "adamw"}
 ADAMW_8BIT: Options = {"optimizer": "adamw_8bit"}
 ADAMW_8BIT_BFLOAT16: Options = {"optimizer": "adamw_8bit", "master_dtype": "bfloat16"}
-ADAMW_BFLOAT16: Options = {"master_dtype": "bfloat16"}
+ADAMW_BFLOAT16: Options = {"optimizer": "adamw", "master_dtype": "bfloat16"}
 LR = 1e-6
 GOAL = 0.45
 """Of the measured rate of matrix products."""
@@ -98,7 +98,7 @@ def optimizer_beside_server(size: ShapeName) -> Options:
 
 def optimizer_name(options: Options) -> str:
     masters = options.get("master_dtype", "float32")
-    return f"{options.get('optimizer', 'adamw')}, {masters} masters"
+    return f"{options['optimizer']}, {masters} masters"
 
 
 def random_batch(shape: ModelShape, work: GpuWork, seed: int) -> Batch:
@@ -137,7 +137,7 @@ class Trainee:
 
     def gather(self, step: int) -> None:
         """The gradients of the batch, into the optimizer."""
-        accumulate_gradients(self.policy, self.batch, GRPO, step, self.forward)
+        accumulate_gradients(self.policy, self.batch, GRPO, step, self.forward, self.optimizer)
 
 
 def trainee_of(policy: Any, variant: Variant, batch: Batch) -> Trainee:
