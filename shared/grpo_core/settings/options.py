@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import SecretStr
+from pydantic import BaseModel, Field, SecretStr
 from pydantic.fields import FieldInfo
 
 from grpo_core.settings.command import Alias, Command, CommandSettings, Shown
@@ -138,6 +138,14 @@ def options_of(settings_type: type[CommandSettings]) -> dict[str, Option]:
         for name in order
         if name != command.passes_on and name not in command.left_out
     }
+
+
+def option_of(view: type[BaseModel], option: str, **changes: Any) -> Any:
+    """The option of a service: its bounds, default and description, but for `changes`."""
+    known = view.model_fields[option]
+    info: Any = Field(**{"default": known.default, "description": known.description} | changes)
+    info.metadata = [*known.metadata]
+    return info
 
 
 def default_text(value: Any) -> str:

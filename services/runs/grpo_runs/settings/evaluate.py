@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from grpo_core.cpu import CPU
 from grpo_core.settings import (
@@ -19,6 +19,7 @@ from grpo_core.settings import (
     Shown,
 )
 from grpo_core.settings.machine import not_writable
+from grpo_core.settings.options import option_of
 from grpo_core.settings.sources import read_file
 from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS
@@ -41,14 +42,6 @@ from grpo_runs.settings.launch_options import ServerHere, each_once
 _PASSED_ON = "server_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
 CPU_KV_CACHE_MIB = 1024
-
-
-def option_of(view: type[BaseModel], option: str, **changes: Any) -> Any:
-    """The option of a service: its bounds, default and description, but for `changes`."""
-    known = view.model_fields[option]
-    info: Any = Field(**{"default": known.default, "description": known.description} | changes)
-    info.metadata = [*known.metadata]
-    return info
 
 
 _CHECKPOINTS = "checkpoints"

@@ -10,11 +10,11 @@ from pydantic import Field
 
 from grpo_core.settings import Command, CommandSettings, Mistake, Shown
 from grpo_core.settings.machine import missing_data, not_writable, unusable_model
+from grpo_core.settings.options import option_of
 from grpo_core.tree.environment_values import Columns
 from grpo_core.tree.optim import OptimizerOptions
 from grpo_core.tree.trainer import ForwardOptions, TrainerSettings
 from grpo_runs.models import A_MODEL
-from grpo_runs.settings.evaluate import option_of
 
 
 class SftSettings(CommandSettings):
