@@ -45,10 +45,9 @@ def groups_to_start(
         in_flight, sent_since_status: groups of this environment that `status` does not include yet
         kept_share: the share of groups that are not dropped for equal scores
     """
-    if batch_size < 1:
-        return 0  # run-api was reset, so no trainer is registered
-    if status.pressure >= 1.0:
-        return 0  # the queue is full, so run-api would delay submissions
+    # No trainer is registered after a reset of run-api. A full queue delays submissions.
+    if batch_size < 1 or status.pressure >= 1.0:
+        return 0
 
     def groups_in(batches: int) -> int:
         return -(-batches * batch_size // group_size)

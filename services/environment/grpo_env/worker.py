@@ -118,8 +118,7 @@ class Worker:
         self._api = api
         self._pool = pool
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
-        stream = tasks.training_stream(settings.seed, settings.curriculum)
-        self._stream = stream
+        self._stream = stream = tasks.training_stream(settings.seed, settings.curriculum)
         self._curriculum = CurriculumFiles(settings.curriculum_dir, stream)
         self._curriculum.restore()
         self._producer = GroupProducer(settings, stream, engine, api)

@@ -34,7 +34,6 @@ from grpo_env.tasks.tools import tool_schemas
 
 T = TypeVar("T")
 
-
 GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
 """The rollouts of a group, and the grades of their last answers."""
 
