@@ -21,10 +21,10 @@ from grpo_core.settings import (
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.options import option_of
 from grpo_core.settings.sources import read_file
+from grpo_core.tree.common import MetricsOptions
 from grpo_core.tree.environment import EnvironmentOptions
-from grpo_core.tree.sections import ENVIRONMENT, SERVER, VIEWS
+from grpo_core.tree.sections import ENVIRONMENT, LEFT_OUT, SERVER, VIEWS
 from grpo_core.tree.server import ServerSettings
-from grpo_core.tree.teacher import TeacherOptions
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_runs.models import (
@@ -39,22 +39,10 @@ from grpo_runs.models import (
 from grpo_runs.run_directory import RunDirectory, options_in
 from grpo_runs.settings.launch_options import ServerHere, each_once
 
-_PASSED_ON = "server_options"
 SAMPLES: int = EnvironmentOptions.model_fields["eval_samples"].default
 CPU_KV_CACHE_MIB = 1024
 
 
-_CHECKPOINTS = "checkpoints"
-_OF_TRAINING = frozenset(
-    {
-        *("group_size", "temperature", "max_batches_offpolicy", "max_concurrent_groups", "seed"),
-        *("drop_equal_scores", "start_completion_tokens", "log_level", "use_wandb", "wandb_name"),
-        *("weight", "min_batch_allocation", "start_deadline_s", "vllm_api_key"),
-        *("curriculum", "curriculum_dir", "untrained_dir"),
-        *TeacherOptions.model_fields,
-    }
-)
-"""Options of a run's environments that an evaluation does not take over."""
 _OWN_NAMES = {
     "eval_items": "items",
     "eval_samples": "samples",
@@ -62,21 +50,31 @@ _OWN_NAMES = {
     "seq_len": "max_model_len",
 }
 """Options of env-server, and those that stand for them here."""
-_SET_HERE = frozenset(
+_FIELDS = tuple(dict.fromkeys([*ServerSettings.model_fields, *EnvironmentOptions.model_fields]))
+_SET_HERE = LEFT_OUT.intersection(_FIELDS) | {
+    *_OWN_NAMES,
+    *("task", "model", "run_api_url", "run_api_token", "redis_url", "run_id", "api_key"),
+    *("host", "port", "health_port", "steps", "eval_every", "eval_output"),
+    *MetricsOptions.model_fields,
+}
+"""Options of services that grpo-eval sets itself."""
+_OF_TRAINING = frozenset(
     {
-        *_OWN_NAMES,
-        *("task", "action", "model", "inference_url", "run_api_url", "run_api_token", "steps"),
-        *("eval_every", "eval_output", "output", "answers", "ready_file", "server_type"),
-        *("metrics_port", "metrics_host"),
-        *("host", "port", "health_port", "redis_url", "run_id", "share_weights", "weights_socket"),
-        *("bridge_config_path", "weights_dir", "api_key", "engine_arguments", "logdir"),
-        *("enable_lora", "max_loras", "max_lora_rank"),
+        *("group_size", "temperature", "max_batches_offpolicy", "max_concurrent_groups", "seed"),
+        *("drop_equal_scores", "start_completion_tokens", "curriculum", "curriculum_dir"),
+        "start_deadline_s",
     }
 )
-"""Options of services that grpo-eval sets itself."""
+"""Options below the same headings as those of items that an evaluation does not take over."""
+_HEADINGS = ("Sampling", "Data", "Reward", "Agent", "Evaluation", "Deadlines")
 _OF_ITEMS = (
-    "task",
-    *(n for n in EnvironmentOptions.model_fields if n not in _SET_HERE | _OF_TRAINING),
+    *("task", "tokenizer"),
+    *(
+        name
+        for heading in _HEADINGS
+        for name in EnvironmentOptions.command.groups[heading]
+        if name not in _SET_HERE | _OF_TRAINING
+    ),
 )
 """Options of a run's environments that its evaluation must have too."""
 _GROUPS = {
@@ -96,13 +94,7 @@ _GROUPS = {
     "Logging": ("log_level",),
 }
 _SHOWN = frozenset(name for names in _GROUPS.values() for name in names)
-_NOT_OWN = frozenset({"data", "max_completion_tokens", "vllm_api_key"})
-"""Options of services that most evaluations set."""
-_OF_SERVICES = tuple(
-    name
-    for name in dict.fromkeys([*ServerSettings.model_fields, *EnvironmentOptions.model_fields])
-    if name not in _SET_HERE | _SHOWN
-)
+_OF_SERVICES = tuple(name for name in _FIELDS if name not in _SET_HERE | _SHOWN)
 """Options that `--help` only names."""
 
 
@@ -156,7 +148,7 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         aliases={"model-name": "model", **_aliases()},
         refused=_refused(),
         brief=frozenset(_OF_SERVICES),
-        passes_on=_PASSED_ON,
+        passes_on="server_options",
         passes_on_below=f"{SERVER}.",
         left_out=_SET_HERE - _SHOWN,
     )
@@ -316,11 +308,9 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         }
 
     def resolved(self) -> dict[str, Any]:
-        own = (_SHOWN - _NOT_OWN) | {_PASSED_ON} | self.model_fields_set
-        names = [name for name in type(self).model_fields if name in own]
-        if not self.server_options:
-            names.remove(_PASSED_ON)
-        return {name: getattr(self, name) for name in names}
+        own = {*EvalSettings.__annotations__, *ServerHere.__annotations__, *self.model_fields_set}
+        own -= set() if self.server_options else {"server_options"}
+        return {name: getattr(self, name) for name in type(self).model_fields if name in own}
 
     @classmethod
     def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
@@ -331,8 +321,9 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         """Without --task, take the options of the run that the model belongs to."""
         yield from super().drop_unused(given, environment)
         model = Path(str(given["model"].value)) if "model" in given else Path()
-        config = RunDirectory(model.parent.parent).config
-        if "task" in given or model.parent.name != _CHECKPOINTS or not config.is_file():
+        run = RunDirectory(model.parent.parent)
+        config = run.config
+        if "task" in given or model.parent != run.checkpoints or not config.is_file():
             return
         for field, value in _options_of_run(config).items():
             if value not in (None, [], {}):
