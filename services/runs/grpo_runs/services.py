@@ -153,7 +153,7 @@ def _teacher(settings: RunSettings, places: Places, probe: HealthProbe) -> Servi
 
 
 def _variables_of_server(settings: RunSettings, model: str) -> dict[str, str]:
-    """Of a run whose services are all started here."""
+    """Variables of a server, if all services are started here."""
     compiler = NO_COMPILER if settings.starts_eager else {}
     return child_environment(settings.server_threads, model) | compiler
 

@@ -123,7 +123,7 @@ def _evaluated(
 def inference_server(
     settings: EvalSettings, probe: HealthProbe, port: int, model: str, flags: Sequence[str]
 ) -> Service:
-    """Args: flags: for the adapters"""
+    """Serves the model that answers. Args: flags: for the adapters"""
     return Service(
         name="vllm-server",
         role="samples completions from the policy",

@@ -236,7 +236,7 @@ def _train(
 
 
 def opening_lines(settings: RunSettings, run: RunDirectory, done: int) -> list[str]:
-    """Args: done: steps of a run that is resumed"""
+    """Tell what will run. Args: done: steps of a run that is resumed"""
     mode, last = settings.weight_mode, settings.steps
     steps = f"steps {done + 1} to {last}" if done else counted(last, "training step")
     model = "a tiny model" if settings.model == TINY else settings.model

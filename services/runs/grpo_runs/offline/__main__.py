@@ -63,7 +63,7 @@ class Jobs:
     directory: Path | None = None
 
     def run(self, composed: Any) -> None:
-        """Args: composed: Hydra's configuration of one job"""
+        """Run one job. Args: composed: its configuration, by Hydra"""
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
         from omegaconf import OmegaConf

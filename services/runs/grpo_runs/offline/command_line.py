@@ -111,7 +111,9 @@ def given_names(overrides: Sequence[str]) -> list[str]:
 
 
 def job_keys(composed: Mapping[str, Any], given: Collection[str], directory: Path) -> OfflineKeys:
-    """Args:
+    """Check the keys of a job, and take those of the run that it continues.
+
+    Args:
         composed: every key with its value
         given: the keys that the command line gives; of a run that goes on, all others stay
         directory: of the run

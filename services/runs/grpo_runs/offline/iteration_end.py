@@ -95,9 +95,11 @@ def _divergence(steps: Steps, means: Mapping[str, float | None]) -> float | None
 
 @dataclass(frozen=True)
 class IterationEnd:
-    """Args:
-    is_frozen: the rollouts are those of weights that stay as they are
-    evaluate: evaluates the weights after an iteration, and writes the results
+    """Records an iteration whose steps are taken, and evaluates the weights if that is due.
+
+    Args:
+        is_frozen: the rollouts are those of weights that stay as they are
+        evaluate: evaluates the weights after an iteration, and writes the results
     """
 
     keys: OfflineKeys
@@ -186,7 +188,7 @@ class Evaluator:
     is_frozen: bool
 
     def evaluate(self, iteration: int | str) -> list[EvalResult]:
-        """Args: iteration: names the file, see `RunFiles.evaluation`
+        """Sample and grade the items. Args: iteration: names the file, see `RunFiles.evaluation`
 
         Raises:
             StaleServer: answers are of other weights than the trainer's.

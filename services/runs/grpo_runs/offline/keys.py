@@ -238,7 +238,7 @@ def mistakes_of(error: ValidationError) -> Iterator[str]:
 
 
 def value_of(content: Mapping[str, Any], path: str) -> Any:
-    """Args: path: of a key, for example `train.lr`"""
+    """Look a key up by its path, for example `train.lr`."""
     found: Any = content
     for name in path.split("."):
         found = found[name]

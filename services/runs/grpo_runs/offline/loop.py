@@ -132,7 +132,7 @@ def _entered(runner: asyncio.Runner, manager: AbstractAsyncContextManager[T]) ->
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """Args: runner: runs coroutines"""
+    """The loop of iterations. Args: runner: runs coroutines"""
 
     keys: OfflineKeys
     settings: TrainerSettings

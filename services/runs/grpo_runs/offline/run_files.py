@@ -43,7 +43,7 @@ class RunFiles(RunDirectory):
         return self.path / "metrics" / f"train_iter_{iteration:03}.json"
 
     def evaluation(self, iteration: int | str) -> Path:
-        """Args: iteration: its number, or `BEFORE`"""
+        """Results of the items. Args: iteration: its number, or `BEFORE`"""
         number = iteration if isinstance(iteration, str) else f"iter_{iteration:03}"
         return self.path / "metrics" / f"eval_{number}.json"
 

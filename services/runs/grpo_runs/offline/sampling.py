@@ -110,9 +110,11 @@ class Engines:
     async def _engine(
         self, backend: str, environment: EnvServerSettings, local: Callable[[], LocalGeneration]
     ) -> AsyncIterator[RolloutEngine]:
-        """Args:
-        backend: as `generation.backend`
-        environment: names the server
+        """Open the engine that samples.
+
+        Args:
+            backend: as `generation.backend`
+            environment: names the server
         """
         if backend == "vllm_server" and self.sampling.server != "stock_vllm":
             async with open_engine(environment, self.tasks, self.template) as (engine, _):
@@ -124,7 +126,7 @@ class Engines:
                 yield engine
 
     def _client(self, backend: str, environment: EnvServerSettings) -> SglangGeneration | StockVllm:
-        """Of a server that is not ours."""
+        """Connect to a server that is not ours."""
         url, deadline_s = environment.inference_url[0], environment.request_deadline_s
         requests = max(self.keys.generation.batch_size, self.keys.eval.batch_size)
         key = plain(environment.vllm_api_key)
@@ -157,11 +159,11 @@ class TrainedVersion:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Args:
-    engine: the rollout engine
-    plan: how to sample
-    requests: largest number of groups that are sampled at the same time
-    has_logprobs: whether the server's logprobs are those of the distribution that is sampled from
+    """Samples and grades groups.
+
+    Args:
+        requests: largest number of groups that are sampled at the same time
+        has_logprobs: the server's logprobs are those of the distribution that is sampled from
     """
 
     engine: RolloutEngine

@@ -178,9 +178,11 @@ def _settings(
     opened: Mapping[str, Any],
     at_start: bool,
 ) -> S:
-    """Args:
-    own: options that other keys decide
-    opened: options that the section gives
+    """Read the options of a section as its command does.
+
+    Args:
+        own: options that other keys decide
+        opened: options that the section gives
     """
     given = read_keys(kind, [(name, one, f"{section}.{name}") for name, one in opened.items()])
     taken = given.values.keys() & own.keys() - _OPEN

@@ -190,7 +190,7 @@ class TrainingRecipe:
         return sorted(MAIN_KEYS, key=lambda key: bool(self.given.get(key.name)))
 
     def require_valid(self, mistakes: Iterable[Mistake] = ()) -> None:
-        """Args: mistakes: further ones, of which those of a mistaken key are left out
+        """Args: mistakes: further ones, left out if their key has one already
 
         Raises `RecipeInvalid`, with a line for each."""
         lines: dict[str, str] = {}

@@ -39,7 +39,7 @@ _RESIDENT_ADAPTERS = 4
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """Args: server_gpus, train_gpus: for CUDA_VISIBLE_DEVICES; "" on a CPU"""
+    """What training.sh starts. Args: server_gpus, train_gpus: CUDA_VISIBLE_DEVICES; "" on a CPU"""
 
     model: str
     mode: str
@@ -57,7 +57,7 @@ class ServerPlan:
 
 
 def server_plan(recipe: TrainingRecipe, environment: Mapping[str, str]) -> ServerPlan:
-    """Raises `RecipeInvalid`: the recipe or a variable does not fit the GPUs."""
+    """Divide the GPUs. Raises `RecipeInvalid`: the recipe or a variable does not fit them."""
     gpus = [gpu for gpu in environment.get("GPUS", "").split(",") if gpu]
     own_width = str(recipe["vllm_tensor_parallel_size"])
     width = _number("VLLM_TP_SIZE", environment.get("VLLM_TP_SIZE") or own_width)

@@ -49,7 +49,9 @@ def rank_count(environment: Mapping[str, str]) -> int:
 def translate(
     recipe: TrainingRecipe, row_count: Callable[[Mapping[str, Any]], int], ranks: int = 1
 ) -> OfflineKeys:
-    """Args:
+    """Set the keys of the offline trainer that mean the same.
+
+    Args:
         row_count: number of rows of training, by options of the environment; it may take long
         ranks: number of training processes
 

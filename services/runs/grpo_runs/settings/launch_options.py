@@ -102,7 +102,7 @@ SETS_ITSELF = (
 )
 """Options of a run whose services are all started here: each run has its own."""
 OWN_MEANING = frozenset({"stop_grace_s", "start_deadline_s", f"{SERVER}.max_staleness"})
-"""Options of services that mean something else here."""
+"""Options of services whose name is that of another option here."""
 OF_ONE_SERVER = ("server_name", "advertise_url", "staging_dir")
 API_KEYS = ("vllm_api_key", "api_key")
 
@@ -120,7 +120,8 @@ _OWN = {
 }
 GROUPS = sections_of(_OWN)
 OWN = frozenset({*(name for names in _OWN.values() for name in names), "server_options"})
-"""Options that no service has, or that mean more here."""
+"""Options that `--help` describes here: no service has them (`--servers`), or the launcher decides
+by them what it starts (`--mode`)."""
 ALSO_SHOWN = frozenset(
     {
         *("data", "group_size", "device", "seed", "log_level", "save_path", "run_api_url"),
@@ -392,7 +393,7 @@ class LaunchOptions(
 
     @property
     def server_ports(self) -> range:
-        """Of the servers of a run whose run-api runs already."""
+        """Where the servers listen, if run-api runs already."""
         return range(self.port, self.port + self.servers)
 
     @property
@@ -417,7 +418,7 @@ class LaunchOptions(
         )
 
     def completion_limit(self, task: str) -> int | None:
-        """Of one task's completions, in tokens; None for the task's own limit."""
+        """Longest completion of one task, in tokens; None for the task's own limit."""
         return self.max_completion_tokens or self._sizes_of([task]).max_completion_tokens
 
     def given(self, service: str) -> dict[str, Any]:

@@ -74,8 +74,8 @@ class Places:
         redis_url: str = _UNKNOWN_REDIS,
         free_port: Callable[[], int] = lambda: _UNKNOWN_PORT,
     ) -> Places:
-        """Args: run, redis_url, free_port: of a run whose services are all started here. Without
-        `free_port`, its places are those of a check, before the ports are chosen"""
+        """Choose the places of a run. Args: run, redis_url, free_port: if all services are started
+        here. Without `free_port` the places are those of a check, before the ports are chosen"""
         if run is None:
             return cls(
                 model,
@@ -237,7 +237,7 @@ def server_values(settings: LaunchOptions, places: Places, number: int = 0) -> d
 
 
 def teacher_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
-    """Of the teacher's server, which takes no part in the run."""
+    """Values for the teacher's server, which takes no part in the run."""
     return {
         "model": places.teacher_model(settings),
         "host": LOOPBACK,
@@ -328,6 +328,6 @@ def secret_variables(**values: SecretStr | None) -> dict[str, str]:
 
 
 def token_variables(settings: LaunchOptions) -> dict[str, str]:
-    """Of a run whose services are all started here."""
+    """The variables of the access token, if all services are started here."""
     token = settings.run_api_token
     return secret_variables(run_api_token=token, vllm_api_key=token)
