@@ -46,7 +46,8 @@ class RunSizes:
     step_deadline_s: float = 300.0
     server_deadline_s: float = 600.0
     start_deadline_s: float = 300.0
-    vllm_restart_interval: int = 10
+    vllm_restart_interval: int | None = 10
+    """None: the mode has another interval."""
     lora_target_modules: tuple[str, ...] = EVERY_LINEAR_LAYER
     gpu_memory_utilization: float = 0.4
 
@@ -171,7 +172,8 @@ def _for_the_mode(sizes: RunSizes, mode: Mode, lora_factor: float) -> RunSizes:
     if mode.trains_adapter:
         sizes = replace(sizes, lr=lora_factor * sizes.lr)
     if not mode.restarts_engine:
-        sizes = replace(sizes, vllm_restart_interval=1)
+        has_another = mode.shares_memory or mode.loads_adapters
+        sizes = replace(sizes, vllm_restart_interval=None if has_another else 1)
     else:
         sizes = replace(
             sizes,

@@ -33,12 +33,6 @@ class Mode:
         """The running server loads them."""
         return self.trains_adapter and not self.restarts_engine
 
-    def publish_every_steps(self, restart_every_steps: int, load_every_steps: int) -> int:
-        """Steps between two publications. The two intervals are those of the options."""
-        if self.shares_memory:
-            return 1
-        return load_every_steps if self.loads_adapters else restart_every_steps
-
     def publication(self, every_steps: int) -> str:
         """How weights are published, for the user."""
         what = "adapter" if self.trains_adapter else "model"

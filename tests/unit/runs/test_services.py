@@ -172,6 +172,16 @@ def value_of(option: str, line: list[str]) -> str | None:
     return line[line.index(option) + 1] if option in line else None
 
 
+@pytest.mark.parametrize(
+    ("flag", "every"), [("--vllm-restart-interval", 4), ("--adapter-sync-interval", 5)]
+)
+def test_both_names_of_the_interval_count_in_lora_only(flag: str, every: int) -> None:
+    words = ["--mode", "lora_only", flag, str(every)]
+    assert value_of(flag, command_line("grpo_trainer", words)) == str(every)
+    assert load(*words).publish_every_steps == every
+    assert load(*words).resolved()[flag.removeprefix("--").replace("-", "_")] == every
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_gpu_the_server_computes_in_bf16_with_graphs_and_takes_its_share_of_the_memory(
     mode: str,

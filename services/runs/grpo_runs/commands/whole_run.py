@@ -240,12 +240,9 @@ def opening_lines(settings: RunSettings, run: RunDirectory, done: int) -> list[s
     mode, last = settings.weight_mode, settings.steps
     steps = f"steps {done + 1} to {last}" if done else counted(last, "training step")
     model = "a tiny model" if settings.model == TINY else settings.model
-    interval = mode.publish_every_steps(
-        settings.vllm_restart_interval or 1, settings.adapter_sync_interval
-    )
     return [
         f"GRPO on {' and '.join(settings.task)} with {model}: {steps}",
-        f"mode {mode.name}: {mode.publication(interval)}",
+        f"mode {mode.name}: {mode.publication(settings.publish_every_steps)}",
         f"files of this run: {run.path}",
     ]
 

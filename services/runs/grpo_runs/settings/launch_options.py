@@ -372,6 +372,10 @@ class LaunchOptions(
         return Mode.of(self._part(KINDS[self.mode]))
 
     @property
+    def publish_every_steps(self) -> int:
+        return self._part(KINDS[self.mode]).publish_every_steps
+
+    @property
     def weights_dtype(self) -> str:
         if self.dtype != "auto":
             return self.dtype
@@ -440,8 +444,6 @@ class LaunchOptions(
             values |= {"dtype": self.weights_dtype, "eager": self.starts_eager}
             if not self.weight_mode.trains_adapter:
                 del values["lora_target_modules"]
-            if self.weight_mode.shares_memory or self.weight_mode.loads_adapters:
-                del values["vllm_restart_interval"]
         for name in ("run_dir", "resume", "on_end", "on_alert"):
             values.pop(name, None)
         return {

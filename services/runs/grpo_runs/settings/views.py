@@ -151,11 +151,9 @@ def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
     if mode.trains_adapter:
         for name in ("lora_r", "lora_alpha", "lora_dropout"):
             values[name] = getattr(settings, name)
-    if mode.loads_adapters:
+    values["vllm_restart_interval"] = settings.vllm_restart_interval
+    if mode.loads_adapters and settings.vllm_restart_interval is None:
         values["adapter_sync_interval"] = settings.adapter_sync_interval
-        values.pop("vllm_restart_interval", None)
-    elif settings.vllm_restart_interval is not None:
-        values.setdefault("vllm_restart_interval", settings.vllm_restart_interval)
     return values
 
 
@@ -190,8 +188,6 @@ def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
         "run_api_token": settings.run_api_token,
         "vllm_api_key": settings.run_api_token,
     }
-    if not settings.weight_mode.shares_memory:
-        values["vllm_restart_interval"] = settings.vllm_restart_interval
     if settings.weight_mode.trains_adapter:
         values["lora_target_modules"] = settings.lora_target_modules
     return values
