@@ -37,7 +37,7 @@ def main(options: dict[str, Any]) -> None:
         learner.forward.layout.cut,
     )
     for step in range(STEPS):
-        learner.gradients(batch, settings.resolved_objective, step)
+        learner.accumulate(batch, settings.resolved_objective, step)
         learner.optimizer.step(step)
         learner.optimizer.write_into_parameters()
     plan = memory_plan(settings).trainer_bytes(settings.gradient_checkpointing)

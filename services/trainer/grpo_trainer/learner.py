@@ -148,16 +148,16 @@ class Learner:
             batch = self.reference.added(batch, self.ranks)
         return with_advantages(batch, objective, self.ranks)
 
-    def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
+    def accumulate_once(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
         """As `accumulate_gradients`, on this rank."""
         policy, forward = self.part or (self.policy, self.forward)
         return accumulate_gradients(
             policy, batch, objective, step, forward, self.optimizer, self.ranks
         )
 
-    def gradients(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
-        """Compute a batch's gradients. A failed attempt is repeated once, because the machine may
-        have caused it.
+    def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
+        """Compute a batch's gradients, which the optimizer collects. A failed attempt is repeated
+        once, because the machine may have caused it.
 
         Raises:
             NonFiniteStep: both attempts failed, on all ranks alike.
@@ -165,7 +165,7 @@ class Learner:
         for is_repeated in (False, True):
             try:
                 self.ranks.seed(self.settings.seed, step)
-                return self.accumulate(batch, objective, step)
+                return self.accumulate_once(batch, objective, step)
             except NonFiniteStep as error:
                 self.optimizer.gradients.clear()
                 if is_repeated:

@@ -37,6 +37,7 @@ from grpo_trainer.ranks import BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
 from grpo_trainer.telemetry.metrics import StepOutcome
 from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps
 from grpo_trainer.telemetry.sinks import Recorder, begin_records, open_sinks
+from grpo_trainer.telemetry.speed import Speed
 from grpo_trainer.token_table import Distance
 from grpo_trainer.weight_sync.base import Published, WeightSync
 
@@ -98,7 +99,7 @@ class Lead:
         self.batches.quarantine.add(batch.batch_id, batch.received, position.step, error)
         return self._skip(batch.batch_id, position)
 
-    def check(self, batch: Batch, gradients: GradientStats, position: Position) -> None:
+    def check(self, batch: Batch, stats: GradientStats, position: Position) -> None:
         """Compare the behaviour logprobs with the trainer's, before the update.
 
         Raises:
@@ -106,7 +107,7 @@ class Lead:
         """
         trained = PolicyVersion(position.epoch, position.step)
         try:
-            self._fresh = self.checks.before_update(batch, gradients.tokens, trained)
+            self._fresh = self.checks.before_update(batch, stats.tokens, trained)
         except RolloutMismatch as error:
             self.batches.quarantine.add(batch.batch_id, batch.received, position.step, error)
             raise
@@ -126,11 +127,11 @@ class Lead:
         batch: Batch,
         objective: Objective,
         inputs: StepInput,
-        gradients: GradientStats,
+        stats: GradientStats,
     ) -> Position:
         """Record the step that began at `position`, and save what is due. Returns the position
         behind the step."""
-        self.provenance.step_taken(inputs, batch, gradients, self._published)
+        self.provenance.step_taken(inputs, batch, stats, self._published)
         outcome = StepOutcome(
             trained=PolicyVersion(position.epoch, position.step),
             lr=self.learner.optimizer.learning_rate(position.step),
@@ -138,15 +139,16 @@ class Lead:
             batch=batch,
             quarantined_batches=self.batches.quarantine.since_step,
             failed_checks=self.checks.failed,
-            gradients=gradients,
+            gradients=stats,
             fresh=self._fresh,
             published=self._published,
+            speed=self.recorder.speed,
             times=self.recorder.watch.times(self._published.seconds),
             save_s=self.saver.seconds,
         )
         self.batches.quarantine.step_taken()
         self.recorder.record(outcome)
-        divergence, sequences = gradients.sums.mean("reference_kl") or 0.0, len(batch.sequences)
+        divergence, sequences = stats.sums.mean("reference_kl") or 0.0, len(batch.sequences)
         self.coefficients.observe(divergence, sequences, batch.weights_entropy, position.step)
         # After the record: a checkpoint must not include a step that no record mentions.
         epoch = self._published.version.epoch
@@ -219,7 +221,7 @@ def open_lead(
     settings = settings.model_copy(update={"run_id": sync.server_run_id})
     learner = load_learner(policy, settings, ranks)
     provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
-    recorder = Recorder(settings, sinks)
+    recorder = Recorder(settings, sinks, Speed.measured(learner.policy, ranks))
     log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
     return _start_lead(learner, api, sync, store, saved, recorded, recorder, provenance)
 

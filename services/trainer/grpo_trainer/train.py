@@ -71,14 +71,14 @@ def training_steps(role: Role, position: Position, stop: Stop) -> Iterator[Posit
             batch = learner.with_advantages(batch, objective)
             inputs = step_input(learner, objective, position.step, batch.batch_id)
             try:
-                gradients = learner.gradients(batch, objective, position.step)
+                stats = learner.accumulate(batch, objective, position.step)
             except NonFiniteStep as error:
                 position = role.reject(batch, position, error)
                 continue
-            role.check(batch, gradients, position)
+            role.check(batch, stats, position)
             learner.optimizer.step(position.step)  # changes the master weights alone
             role.publish(position)
-            position = role.finish(position, batch, objective, inputs, gradients)
+            position = role.finish(position, batch, objective, inputs, stats)
         yield position
 
 

@@ -15,8 +15,8 @@ from grpo_core.tree.objective import ObjectiveOptions
 from grpo_runs.replay.run import (
     RecordedRun,
     ReplayedStep,
+    accumulate_recorded,
     changed_settings,
-    gradients_of,
     replayed_steps,
     taken,
 )
@@ -133,11 +133,11 @@ def compared_steps(
             other = with_objective(learner, changed_settings(learner.settings, options))
         recorded, gradients = run.batch(step), learner.optimizer.gradients
         try:
-            theirs, found = gradients_of(other, recorded, given=[*options]), gradients.tensors
+            theirs, found = accumulate_recorded(other, recorded, [*options]), gradients.tensors
         except NonFiniteStep:
             theirs, found = None, []
         gradients.clear()
-        own = gradients_of(learner, recorded)
+        own = accumulate_recorded(learner, recorded)
         cosine = _cosine(gradients.tensors, found) if theirs else None
         del found
         yield Compared(taken(run, learner, step, own), own, theirs, cosine)

@@ -192,28 +192,27 @@ class ReplayedStep:
 def replayed_steps(
     run: RecordedRun, learner: Learner, begin: int, end: int
 ) -> Iterator[ReplayedStep]:
-    """Take the steps after `begin`, up to `end`. Raises the errors of `Learner.gradients`."""
+    """Take the steps after `begin`, up to `end`. Raises the errors of `Learner.accumulate`."""
     for step in range(begin + 1, end + 1):
         learner = run.continued(learner, step)
         recorded = run.batch(step)
-        gradients = gradients_of(learner, recorded)
-        yield taken(run, learner, step, gradients)
+        yield taken(run, learner, step, accumulate_recorded(learner, recorded))
 
 
-def taken(run: RecordedRun, learner: Learner, step: int, gradients: GradientStats) -> ReplayedStep:
+def taken(run: RecordedRun, learner: Learner, step: int, stats: GradientStats) -> ReplayedStep:
     """Update the weights with the gradients that were computed."""
     published = run.published(step)
     learner.optimizer.step(step - 1)
     learner.optimizer.write_into_parameters()
     return ReplayedStep(
         published,
-        gradients.loss,
-        gradients.norm,
+        stats.loss,
+        stats.norm,
         digests_of(learner.optimizer.masters, run.start_of(step).parts),
     )
 
 
-def gradients_of(
+def accumulate_recorded(
     learner: Learner, recorded: RecordedBatch, given: Sequence[str] = ()
 ) -> GradientStats:
     """Compute the gradients of a batch, which the optimizer collects.
@@ -228,7 +227,7 @@ def gradients_of(
         scale.record = ScaleRecord.model_validate(inputs.loss_scale)
     if inputs.random is not None:
         RngState.model_validate(inputs.random).restore()
-    return learner.gradients(batch, objective, inputs.step - 1)
+    return learner.accumulate(batch, objective, inputs.step - 1)
 
 
 def _objective(learner: Learner, recorded: RecordedBatch, given: Sequence[str]) -> Objective:

@@ -154,14 +154,14 @@ class SelfTest:
 
     def _gathered(self, batch: Batch, objective: Objective) -> GradientStats:
         """Run the backward passes and drop the gradients."""
-        found = self.learner.accumulate(batch, objective, 0)
+        stats = self.learner.accumulate_once(batch, objective, 0)
         self.learner.optimizer.gradients.clear()
-        return found
+        return stats
 
     def _gradient(self, batch: Batch, objective: Objective) -> Tensor:
         """Some gradients of each tensor, spread over it."""
         gradients, scale = self.learner.optimizer.gradients, self.learner.optimizer.loss_scale
-        self.learner.accumulate(batch, objective, 0)
+        self.learner.accumulate_once(batch, objective, 0)
         flat = [gradient.reshape(-1) for gradient in gradients.tensors if gradient is not None]
         some = [g[:: max(1, len(g) // SAMPLED_WEIGHTS)].float() for g in flat]
         found = torch.cat(some).cpu() if some else torch.zeros(1)
