@@ -18,7 +18,6 @@ from torch import nn
 
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteLoss, NonFiniteStep
 from grpo_trainer.losses import (
@@ -142,11 +141,9 @@ class Learner:
         """Of the master weights."""
         return WeightDigests(self.optimizer.masters, self.ranks, self.optimizer.parts)
 
-    def with_advantages(self, batch: Batch, objective: Objective) -> Batch:
-        """The batch with advantages, and with the reference model's logprobs if there is one."""
-        if self.reference is not None:
-            batch = self.reference.added(batch, self.ranks)
-        return with_advantages(batch, objective, self.ranks)
+    def with_reference(self, batch: Batch) -> Batch:
+        """The batch with the reference model's logprobs, if there is one."""
+        return batch if self.reference is None else self.reference.added(batch, self.ranks)
 
     def accumulate_once(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
         """As `accumulate_gradients`, on this rank."""

@@ -13,6 +13,7 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.security import plain
 from grpo_core.tree.trainer import TrainerSettings
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.checks.self_test import SelfTest, require_own_functions
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.errors import NonFiniteStep
@@ -68,7 +69,8 @@ def training_steps(role: Role, position: Position, stop: Stop) -> Iterator[Posit
         batch = role.take(position)
         with stop.deferred():
             objective = role.objective()
-            batch = learner.with_advantages(batch, objective)
+            batch = learner.with_reference(batch)
+            batch = with_advantages(batch, objective, learner.ranks)
             inputs = step_input(learner, objective, position.step, batch.batch_id)
             try:
                 stats = learner.accumulate(batch, objective, position.step)

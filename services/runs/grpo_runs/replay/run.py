@@ -19,6 +19,7 @@ from grpo_core.settings import OptionsInvalid, parsed
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.checkpoint import resume
 from grpo_trainer.checkpoint.store import RngState, SavedState, StateStore
 from grpo_trainer.data.collate import Batch, collate
@@ -221,7 +222,8 @@ def accumulate_recorded(
     """
     inputs = recorded.step
     objective = _objective(learner, recorded, given)
-    batch = learner.with_advantages(_collated(learner, recorded, objective), objective)
+    batch = learner.with_reference(_collated(learner, recorded, objective))
+    batch = with_advantages(batch, objective, learner.ranks)
     scale = learner.optimizer.loss_scale
     if scale is not None and inputs.loss_scale is not None:
         scale.record = ScaleRecord.model_validate(inputs.loss_scale)

@@ -21,6 +21,7 @@ from torch import Tensor
 from grpo_core.tree.objectives import ADVANTAGES, GRPO, LOSSES, Objective
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
+from grpo_trainer.advantages import with_advantages
 from grpo_trainer.data.collate import Batch, broadcast_batch, collate
 from grpo_trainer.data.groups import GroupLimits, UsableSequence, sequences_of
 from grpo_trainer.errors import FunctionUnusable, NonFiniteStep, SelfTestFailed
@@ -124,7 +125,8 @@ class SelfTest:
         batch = broadcast_batch(batch, self.learner.ranks)
         if not objective.maxent_tau:
             objective = replace(objective, maxent_tau=1.0)
-        return self.learner.with_advantages(batch, objective)
+        batch = self.learner.with_reference(batch)
+        return with_advantages(batch, objective, self.learner.ranks)
 
     def _of_logprobs(self, batch: Batch, objective: Objective) -> Iterator[str]:
         """With dropout as in training."""

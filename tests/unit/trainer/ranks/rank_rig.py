@@ -68,7 +68,7 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
     objective = settings.resolved_objective
     whole = ragged_batch(learner.forward.layout.cut, case.tokens)
     whole = broadcast_batch(whole if ranks.leads else None, ranks)
-    batch = whole if learner.reference is None else learner.reference.added(whole, ranks)
+    batch = learner.with_reference(whole)
     overflowed = _overflows(lambda b: accumulate(b, objective, 0), batch)
     optimizer.gradients.clear()
     found = accumulate(batch, objective, 0)
