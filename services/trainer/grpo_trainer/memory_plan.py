@@ -27,7 +27,7 @@ from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.fused_head import CHUNK_LOGITS, CHUNK_LOGITS_ON_CPU
-from grpo_trainer.model.policy import CausalLM, train_only
+from grpo_trainer.model.policy import CausalLM, head_widths, train_only
 from grpo_trainer.optim.buckets import BUCKET_ELEMENTS, PART_ELEMENTS
 from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state, is_quantised
 
@@ -141,7 +141,7 @@ def working_bytes(
     """
     trained = list(trained_parameters(policy).values())
     element, hidden = next(policy.parameters()).element_size(), config.hidden_size
-    tokens, (queries, keys) = settings.micro_batch_tokens, _head_widths(config)
+    tokens, (queries, keys) = settings.micro_batch_tokens, head_widths(config)
     mlp = getattr(config, "intermediate_size", None) or 4 * hidden
     # Each norm stores its input in float32, and its result before and after the weight. Attention
     # stores queries, keys, values and its result, without flash attention also in the order of the
@@ -182,13 +182,6 @@ def _output_bytes(settings: TrainerSettings, policy: CausalLM, config: Any, chun
     per_weight = element + FLOAT32_BYTES * is_fused  # the fused head sums in float32
     gradient: int = is_trained * config.vocab_size * config.hidden_size * per_weight
     return at_once * (element + copies * FLOAT32_BYTES) + gradient
-
-
-def _head_widths(config: Any) -> tuple[int, int]:
-    """Widths of the queries of all heads together, and of the keys."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
 
 
 @dataclass(frozen=True)
@@ -280,7 +273,7 @@ def memory_plan(settings: TrainerSettings) -> MemoryPlan:
         policy=policy,
         dtype=dtype,
         layers=layers,
-        kv_bytes=2 * layers * _head_widths(config)[1] * dtype.itemsize * longest,
+        kv_bytes=2 * layers * head_widths(config)[1] * dtype.itemsize * longest,
         optimizer=optimizer,
         kept=kept_bytes(settings, policy, optimizer),
         working_bytes=working_bytes(settings, policy, config, machine.is_gpu),

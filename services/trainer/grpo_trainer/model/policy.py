@@ -91,6 +91,13 @@ def text_config_of(policy: CausalLM) -> Any:
     return policy.config.get_text_config()
 
 
+def head_widths(config: Any) -> tuple[int, int]:
+    """Widths of the queries of all heads together, and of the keys."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
+
+
 def vocabulary_of(policy: CausalLM) -> int:
     """Number of token ids."""
     return int(text_config_of(policy).vocab_size)

@@ -21,6 +21,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import MAX_LOG_RATIO
+from grpo_trainer.telemetry.speed import Speed
 from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published
 
@@ -106,6 +107,7 @@ class StepOutcome:
     gradients: GradientStats
     fresh: Distance
     published: Published
+    speed: Speed
     times: Record
     save_s: float | None
 
@@ -144,6 +146,7 @@ def _training(outcome: StepOutcome) -> dict[str, float | None]:
         "train/pos_logp": _mean(sums.positive_logp, sums.positive_tokens),
         "train/neg_logp": _mean(sums.negative_logp, sums.negative_tokens),
         **outcome.times,
+        **outcome.speed.metrics(outcome.batch, outcome.times["train/compute_time"]),
         "train/save_time": outcome.save_s,
         "throughput/tokens_per_s": outcome.batch.tokens / outcome.times["train/step_time"],
     }

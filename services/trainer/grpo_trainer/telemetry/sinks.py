@@ -38,6 +38,7 @@ from grpo_trainer.telemetry.rollouts import (
     sample_table,
     samples_are_due,
 )
+from grpo_trainer.telemetry.speed import Speed
 
 log = structlog.get_logger()
 
@@ -177,8 +178,9 @@ def _api_key(file: Path | None) -> str | None:
 class Recorder:
     """Records every step, and checks its metrics for alerts. `watch`: measures the steps."""
 
-    def __init__(self, settings: TrainerSettings, sinks: Sinks) -> None:
+    def __init__(self, settings: TrainerSettings, sinks: Sinks, speed: Speed) -> None:
         self._settings = settings
+        self.speed = speed
         self._sinks = sinks
         self._ranges = RangeWatch()
         self._totals = RunTotals()

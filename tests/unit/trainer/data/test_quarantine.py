@@ -38,6 +38,7 @@ from grpo_trainer.stop import Stop
 from grpo_trainer.telemetry.provenance import ProvenanceLog
 from grpo_trainer.telemetry.rollouts import StepRollouts
 from grpo_trainer.telemetry.sinks import Recorder, Sinks
+from grpo_trainer.telemetry.speed import ModelFlops, Speed
 from grpo_trainer.token_table import Distance
 from grpo_trainer.train import training_steps
 from grpo_trainer.weight_sync.base import Published
@@ -133,7 +134,7 @@ class Bench:
         )
         source = BatchSource(settings, api, LIMITS, NO_HISTORY, in_order)
         sinks = Sinks([self.records.append], [self.rollouts.append])
-        recorder = Recorder(settings, sinks)
+        recorder = Recorder(settings, sinks, Speed(ModelFlops(1.0, 1.0, 1.0), 1.0))
         forward: Any = self
         learner = Learner(*(settings, ALONE, self.policy, forward, self.reference, self.optimizer))
         provenance = ProvenanceLog(learner)

@@ -19,6 +19,7 @@ from grpo_trainer.data.collate import Batch, TeacherDistance
 from grpo_trainer.learner import GradientStats
 from grpo_trainer.losses import NO_SUMS
 from grpo_trainer.telemetry.metrics import StepOutcome, StepWatch, step_record
+from grpo_trainer.telemetry.speed import ModelFlops, Speed
 from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Incidents, Published, Reach
 from tests.unit.trainer.groups import collated, group, usable
@@ -87,6 +88,7 @@ OUTCOME = StepOutcome(
         alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
         reach=Reach(2, 7, first_s=0.2, all_s=0.3, incidents=Incidents(3, 4, 5)),
     ),
+    speed=Speed(ModelFlops(of_token=30e12, of_target=10e12, of_view=3e12), rate=400e12),
     times={
         "time_s": 9.0,
         "train/step_time": 2.0,
@@ -113,7 +115,9 @@ def test_every_value_by_hand() -> None:
             **{"train/pos_logp": -0.5, "train/neg_logp": -1.5},
             **{"train/step_time": 2.0, "train/data_fetch_time": 0.5},
             **{"train/compute_time": 1.0, "train/sync_time": 0.2, "train/save_time": 0.25},
-            **{"throughput/tokens_per_s": 50},
+            **{"throughput/tokens_per_s": 50, "train/tokens_per_s": 100},
+            # 2 inputs, and 2 after those 2; 4 targets; 1 + 2 and 3 + 4 views.
+            **{"train/mfu": (4 * 30 + 4 * 10 + 10 * 3) / 400, "train/device_tflops": 400},
             **{"grpo/mean_ratio": 1.1, "grpo/ratio_max": 1.4, "grpo/clipped_fraction": 0.25},
             **{"grpo/effective_sample_fraction": 4.4**2 / 20, "grpo/corrected_fraction": 0.5},
             **{"policy/entropy": 1.5, "policy/reference_kl": 0.2, "policy/kl_coef": 0.05},
