@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import structlog
 
@@ -58,8 +59,6 @@ class Lead:
     saver: Saver
     coefficients: Coefficients
     provenance: ProvenanceLog
-    _fresh: Distance = field(init=False)
-    _published: Published = field(init=False)
 
     def take(self, position: Position) -> Batch:
         """Wait for a batch of run-api, and send its micro-batches to the other ranks."""
@@ -99,27 +98,31 @@ class Lead:
         self.batches.quarantine.add(batch.batch_id, batch.received, position.step, error)
         return self._skip(batch.batch_id, position)
 
-    def check(self, batch: Batch, stats: GradientStats, position: Position) -> None:
-        """Compare the behaviour logprobs with the trainer's, before the update.
+    def check(self, batch: Batch, stats: GradientStats, position: Position) -> Distance:
+        """Compare the behaviour logprobs with the trainer's, before the update. Returns the
+        distance of those of fresh tokens.
 
         Raises:
             RolloutMismatch: the batch is in quarantine.
         """
         trained = PolicyVersion(position.epoch, position.step)
         try:
-            self._fresh = self.checks.before_update(batch, stats.tokens, trained)
+            return self.checks.before_update(batch, stats.tokens, trained)
         except RolloutMismatch as error:
             self.batches.quarantine.add(batch.batch_id, batch.received, position.step, error)
             raise
-        self.provenance.finish()  # the digests of the weights that the update changes
 
-    def publish(self, position: Position) -> None:
+    def finish_digests(self) -> None:
+        """Wait for the digests of the master weights, and write them into the provenance."""
+        self.provenance.finish()
+
+    def publish(self, position: Position) -> Published:
         """Write the new master weights into the policy, and bring them to the server."""
         optimizer = self.learner.optimizer
-        self.learner.digests.begin()
         self.recorder.watch.updated()
-        self._published = self.sync.publish(optimizer, position.step + 1)
+        published = self.sync.publish(optimizer, position.step + 1)
         self.checks.after_update(optimizer, position.step)
+        return published
 
     def finish(
         self,
@@ -128,10 +131,12 @@ class Lead:
         objective: Objective,
         inputs: StepInput,
         stats: GradientStats,
+        fresh: Distance,
+        published: Published,
     ) -> Position:
         """Record the step that began at `position`, and save what is due. Returns the position
         behind the step."""
-        self.provenance.step_taken(inputs, batch, stats, self._published)
+        self.provenance.step_taken(inputs, batch, stats, published)
         outcome = StepOutcome(
             trained=PolicyVersion(position.epoch, position.step),
             lr=self.learner.optimizer.learning_rate(position.step),
@@ -140,10 +145,10 @@ class Lead:
             quarantined_batches=self.batches.quarantine.since_step,
             failed_checks=self.checks.failed,
             gradients=stats,
-            fresh=self._fresh,
-            published=self._published,
+            fresh=fresh,
+            published=published,
             speed=self.recorder.speed,
-            times=self.recorder.watch.times(self._published.seconds),
+            times=self.recorder.watch.times(published.seconds),
             save_s=self.saver.seconds,
         )
         self.batches.quarantine.step_taken()
@@ -151,8 +156,7 @@ class Lead:
         divergence, sequences = stats.sums.mean("reference_kl") or 0.0, len(batch.sequences)
         self.coefficients.observe(divergence, sequences, batch.weights_entropy, position.step)
         # After the record: a checkpoint must not include a step that no record mentions.
-        epoch = self._published.version.epoch
-        position = Position(position.step + 1, batch.batch_id, epoch)
+        position = Position(position.step + 1, batch.batch_id, published.version.epoch)
         self.learner.ranks.broadcast(self.saver.is_due(position))
         self.saver.step_taken(position)
         return position
@@ -160,7 +164,8 @@ class Lead:
 
 @dataclass(frozen=True)
 class OtherRank:
-    """A rank above 0: computes its portion of each batch. Its positions hold the step alone."""
+    """A rank above 0: computes its portion of each batch. Its positions hold the step alone, and
+    its checks and publications have no result."""
 
     learner: Learner
 
@@ -175,11 +180,13 @@ class OtherRank:
     def reject(self, _batch: Batch, position: Position, _error: GrpoError) -> Position:
         return position
 
-    def check(self, *_: object) -> None:
+    def check(self, *_: object) -> Any:
+        return None
+
+    def finish_digests(self) -> None:
         self.learner.digests.finish()
 
-    def publish(self, _position: Position) -> None:
-        self.learner.digests.begin()
+    def publish(self, _position: Position) -> Any:
         self.learner.optimizer.write_into_parameters()
 
     def finish(self, position: Position, *_: object) -> Position:
@@ -251,7 +258,9 @@ def _start_lead(
     position = replace(position, epoch=served.epoch)
     learner.digests.begin()
     provenance.start(served, saved, recorded, api.run_uuid)
-    saver = Saver(learner, api, store, bound, coefficients, provenance.finish, provenance.exported)
+    saver = Saver(
+        learner, api, store, bound, coefficients, provenance.before_save, provenance.exported
+    )
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
     learner.ranks.broadcast(own is None)
@@ -281,7 +290,7 @@ def open_other_rank(settings: TrainerSettings, ranks: Ranks) -> tuple[OtherRank,
         learner.optimizer.load_tensors(learner.names, {})
     learner.optimizer.write_into_parameters()
     learner.digests.begin()
-    learner.digests.finish()
+    learner.digests.finish_saved()
     if ranks.broadcast(False):  # whether rank 0 saves a checkpoint
         learner.send_state()
     return OtherRank(learner), Position(steps_taken or 0, 0, 0)

@@ -71,16 +71,19 @@ def training_steps(role: Role, position: Position, stop: Stop) -> Iterator[Posit
             objective = role.objective()
             batch = learner.with_reference(batch)
             batch = with_advantages(batch, objective, learner.ranks)
+            # Before the gradients, which draw random numbers and may change the loss scale.
             inputs = step_input(learner, objective, position.step, batch.batch_id)
             try:
                 stats = learner.accumulate(batch, objective, position.step)
             except NonFiniteStep as error:
                 position = role.reject(batch, position, error)
                 continue
-            role.check(batch, stats, position)
-            learner.optimizer.step(position.step)  # changes the master weights alone
-            role.publish(position)
-            position = role.finish(position, batch, objective, inputs, stats)
+            fresh = role.check(batch, stats, position)
+            role.finish_digests()  # of the master weights, which the next line changes
+            learner.optimizer.step(position.step)
+            learner.digests.begin()
+            published = role.publish(position)
+            position = role.finish(position, batch, objective, inputs, stats, fresh, published)
         yield position
 
 
