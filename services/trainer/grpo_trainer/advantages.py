@@ -12,7 +12,7 @@ of a micro-batch with T targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,13 +21,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from grpo_core.tree.objectives import ADVANTAGES, KlEstimatorName, Objective
+from grpo_core.tree.objectives import KlEstimatorName, Objective
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, TeacherDistance
 from grpo_trainer.data.groups import UsableSequence
 from grpo_trainer.errors import FunctionUnusable
-from grpo_trainer.functions import function_of
+from grpo_trainer.functions import own_function
 from grpo_trainer.losses import MAX_LOG_RATIO, kl_terms
 from grpo_trainer.ranks import ALONE, Ranks
 
@@ -137,6 +137,15 @@ def batch_std(groups: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.split(_divided(whole, whole), [len(scores) for scores in groups]))
 
 
+NAMED_ADVANTAGES: Mapping[str, Callable[[Sequence[Tensor]], list[Tensor]]] = {
+    "group_std": group_std,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "batch_std": batch_std,
+}
+"""All but `maxent`, which takes the batch."""
+
+
 def overlong_penalty(length: int, allowed: int, buffer: float) -> float:
     """What a long completion's score loses: 0 up to the buffer, then linearly up to 1.
 
@@ -210,11 +219,11 @@ def group_advantages(
     if scores:
         rollouts = [rollout_places(groups[i].rollouts) for i in open_ones]
         of_rollouts = [mean_by(*pair) for pair in zip(scores, rollouts, strict=True)]
-        computed = function_of(objective.advantage, ADVANTAGES)(of_rollouts)
+        name = objective.advantage
+        computed = (NAMED_ADVANTAGES.get(name) or own_function(name))(of_rollouts)
         if [len(one) for one in computed] != [len(one) for one in of_rollouts]:
             raise FunctionUnusable(
-                f"--advantage {objective.advantage}: expected as many advantages as each group has "
-                "scores"
+                f"--advantage {name}: expected as many advantages as each group has scores"
             )
         for i, advantages, places in zip(open_ones, computed, rollouts, strict=True):
             found[i] = advantages[places]

@@ -1,11 +1,10 @@
-"""Finds the function of a loss or of advantages, by its name or by the path of the user's own."""
+"""Loads the user's own function of a loss or of advantages, by its path."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,12 +82,3 @@ def forget_own_functions() -> None:
                 del sys.modules[name]
     _loaded.cache_clear()
     own_function.cache_clear()
-
-
-def function_of(chosen: str, table: Mapping[str, str]) -> Callable[..., Any]:
-    """Args: chosen: a name of the table, or FILE.py:FUNCTION. Raises as `own_function`."""
-    if chosen not in table:
-        return own_function(chosen)
-    module, _, name = table[chosen].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found

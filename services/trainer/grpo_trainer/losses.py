@@ -13,20 +13,16 @@ Legend: B sequences of the micro-batch, T positions after the causal shift.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from grpo_core.tree.objectives import (
-    LOSSES,
-    KlEstimatorName,
-    Level,
-    Objective,
-)
+from grpo_core.tree.objectives import KlEstimatorName, Level, Objective
 from grpo_trainer.data.collate import MicroBatch
-from grpo_trainer.functions import function_of
+from grpo_trainer.functions import own_function
 from grpo_trainer.model.logprobs import TokenValues
 
 MAX_LOG_RATIO = 20.0
@@ -177,6 +173,14 @@ def likelihood(tokens: LossInputs, objective: Objective) -> Tensor:  # noqa: ARG
     return -(tokens.weight * (tokens.advantages * tokens.logp)).sum()
 
 
+NAMED_LOSSES: Mapping[str, Callable[[LossInputs, Objective], Tensor]] = {
+    "clip": clip,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "likelihood": likelihood,
+}
+
+
 class LossParts(NamedTuple):
     """Scalars that add up to what a micro-batch adds to the loss. `kl` and `entropy` contain their
     coefficients, and are 0 without a penalty in the loss and without a bonus."""
@@ -216,7 +220,8 @@ def policy_loss(
         entropy=entropy,
         reference_logp=reference_logp,
     )
-    loss: Tensor = function_of(objective.loss, LOSSES)(inputs, objective)
+    function = NAMED_LOSSES.get(objective.loss) or own_function(objective.loss)
+    loss: Tensor = function(inputs, objective)
     return loss
 
 

@@ -192,10 +192,10 @@ class ObjectiveOptions(BaseModel):
     @field_validator("advantage", "loss")
     @classmethod
     def _is_known(cls, value: str | None, info: ValidationInfo) -> str | None:
-        table = ADVANTAGES if info.field_name == "advantage" else LOSSES
-        if value is None or value in table or re.fullmatch(r".+\.py:\w+", value):
+        names = ADVANTAGES if info.field_name == "advantage" else LOSSES
+        if value is None or value in names or re.fullmatch(r".+\.py:\w+", value):
             return value
-        raise ValueError(f"expected {', '.join(table)}, or FILE.py:FUNCTION")
+        raise ValueError(f"expected {', '.join(names)}, or FILE.py:FUNCTION")
 
     @property
     def resolved_objective(self) -> Objective:

@@ -1,5 +1,5 @@
 """The named objectives: a table of their parts. Each loss and each way to compute advantages is one
-pure function, in `losses` and `advantages`, or the user's own."""
+pure function of the trainer, in `losses` and `advantages`, or the user's own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,9 @@ KlPlace = Literal["loss", "reward", "weights"]
 KlControlName = Literal["fixed", "adaptive"]
 
 
-LOSSES: Mapping[str, str] = {
-    name: f"grpo_trainer.losses:{name}" for name in ("clip", "cispo", "reinforce", "likelihood")
-}
-ADVANTAGES: Mapping[str, str] = {
-    name: f"grpo_trainer.advantages:{name}"
-    for name in ("group_std", "group_mean", "leave_one_out", "batch_std", "maxent")
-}
-"""The named functions, by import path. Any other `FILE.py:FUNCTION` is the user's own."""
+LOSSES = ("clip", "cispo", "reinforce", "likelihood")
+ADVANTAGES = ("group_std", "group_mean", "leave_one_out", "batch_std", "maxent")
+"""The names of the trainer's functions, which has them in `NAMED_LOSSES` and `NAMED_ADVANTAGES`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,8 @@ class Objective:
         aggregation: see `collate.token_weights`
         aggregation_tokens: divisor of the aggregation `constant`; None: --seq-len
         entropy_coef: weight of the bonus for the policy's entropy
-        kl_coef: weight of the penalty for the KL divergence from the reference model; see `kl`
+        kl_coef: weight of the penalty for the KL divergence from the reference model; see
+            `losses.kl_penalty`
         kl_in: whether the penalty is part of the loss, of each completion's score, or of the
             weights of a group's completions (see `advantages`)
         maxent_tau: weight of the entropy of a group's weights; see `advantages`, as for the next

@@ -9,17 +9,18 @@ import torch
 
 from grpo_core.settings import Mistake
 from grpo_core.tree.objective import ObjectiveOptions
-from grpo_core.tree.objectives import (
-    AggregationName,
-    Objective,
-    resolved,
-)
-from grpo_trainer import advantages
-from grpo_trainer.advantages import overlong_penalty
+from grpo_core.tree.objectives import ADVANTAGES, LOSSES, AggregationName, Objective, resolved
+from grpo_trainer.advantages import NAMED_ADVANTAGES, overlong_penalty
 from grpo_trainer.data.collate import token_weights
+from grpo_trainer.losses import NAMED_LOSSES
 from tests.unit.trainer.objectives.test_losses import judged
 
 ROOT = 1.5**0.5
+
+
+def test_every_name_of_the_options_has_its_function() -> None:
+    assert (*NAMED_LOSSES,) == LOSSES
+    assert (*NAMED_ADVANTAGES, "maxent") == ADVANTAGES
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ ROOT = 1.5**0.5
     ],
 )
 def test_advantages_by_hand(name: str, expected: list[list[float]]) -> None:
-    found = getattr(advantages, name)([torch.tensor([0.0, 1.0, 2.0]), torch.tensor([5.0])])
+    found = NAMED_ADVANTAGES[name]([torch.tensor([0.0, 1.0, 2.0]), torch.tensor([5.0])])
     assert [group.tolist() for group in found] == [pytest.approx(group) for group in expected]
 
 
