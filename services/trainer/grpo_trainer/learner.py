@@ -172,7 +172,7 @@ class Learner:
 
     def send_state(self) -> None:
         """Called on ranks above 0 while rank 0 saves: with FSDP2 each has a part of the state."""
-        self.digests.finish()
+        self.digests.finish_saved()
         self.optimizer.tensors(self.names)
 
 

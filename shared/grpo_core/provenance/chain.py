@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,8 +41,9 @@ class Provenance:
         return cls(file.parent, read_lines(file))
 
     @property
-    def publications(self) -> Iterator[Publication]:
-        return (line for line in self.lines if isinstance(line, Publication))
+    def publications(self) -> Iterable[Publication]:
+        """Of each version the newest line."""
+        return self.by_version.values()
 
     @property
     def exports(self) -> Iterator[Export]:
@@ -50,7 +51,7 @@ class Provenance:
 
     @cached_property
     def by_version(self) -> dict[PolicyVersion, Publication]:
-        return {line.version: line for line in self.publications}
+        return {line.version: line for line in self.lines if isinstance(line, Publication)}
 
     def of_step(self, step: int) -> Publication | None:
         """The newest publication of the weights after `step` steps; None if it is not recorded."""
@@ -146,7 +147,8 @@ def _lineage(
 
 def _described(provenance: Provenance, line: Publication) -> Iterator[str]:
     lost = "; lost: a resumed run took this step again" if line.lost else ""
-    yield f"version {line.version}: weights {line.root[:SHOWN_DIGITS]}{lost}"
+    weights = "without a digest" if line.root is None else line.root[:SHOWN_DIGITS]
+    yield f"version {line.version}: weights {weights}{lost}"
     if line.batch_id is not None and line.parent is not None:
         batch = "not recorded" if line.batch is None else line.batch[:SHOWN_DIGITS]
         yield (

@@ -6,6 +6,9 @@
 
 A resumed run repeats the steps that its checkpoint lacks. The lines of the lost steps stay, marked
 as lost: the server may have sampled completions with these weights.
+
+On a GPU, only weights that are saved have digests. Their publication is written twice: without
+digests right after the step, and with them before the checkpoint. The newest line counts.
 """
 
 from __future__ import annotations
@@ -81,15 +84,15 @@ class Parent(_Line):
     """The weights before a step."""
 
     version: PolicyVersion
-    root: str
+    root: str | None
 
 
 class Publication(_Line):
     """A policy version: its step is the number of steps that the weights include.
 
     Args:
-        root: digest of the master weights
-        digests: of each tensor
+        root: digest of the master weights; None if it was not computed
+        digests: of each tensor; empty without `root`
         parent: None for the first weights of a run, which are those of the model's files
         batch_id: of the batch that led from the parent to these weights; None if no step was taken
         batch: digest of its recorded file; None if it was not recorded
@@ -100,8 +103,8 @@ class Publication(_Line):
 
     kind: Literal["publication"] = "publication"
     version: PolicyVersion
-    root: str
-    digests: tuple[str, ...]
+    root: str | None = None
+    digests: tuple[str, ...] = ()
     parent: Parent | None = None
     batch_id: int | None = None
     batch: str | None = None

@@ -44,9 +44,10 @@ class _VerifiedRecord(BaseModel):
 
 @dataclass
 class Findings:
-    """What was compared, and what does not match."""
+    """What was compared, and what does not match. `undigested`: publications without digests"""
 
     publications: int = 0
+    undigested: int = 0
     checkpoints: int = 0
     models: int = 0
     batches: int = 0
@@ -68,7 +69,9 @@ def _verify_lines(provenance: Provenance, found: Findings) -> None:
     for line in provenance.publications:
         found.publications += 1
         tensors = provenance.start_of(line).tensors
-        if len(tensors) != len(line.digests) or root_of(tensors, line.digests) != line.root:
+        if line.root is None:
+            found.undigested += 1
+        elif len(tensors) != len(line.digests) or root_of(tensors, line.digests) != line.root:
             found.problems.append(f"version {line.version}: its root does not fit its digests")
         if line.parent is None:
             continue
@@ -92,8 +95,9 @@ def _verify_checkpoints(provenance: Provenance, found: Findings) -> None:
         found.checkpoints += 1
         step = int(match[1])
         line = provenance.of_step(step)
-        if line is None:
-            found.problems.append(f"{directory}: no publication of step {step} is recorded")
+        if line is None or line.root is None:
+            missing = "publication" if line is None else "digest"
+            found.problems.append(f"{directory}: no {missing} of step {step} is recorded")
             continue
         try:
             found.problems += _problems_of_state(provenance, directory, line)

@@ -53,6 +53,9 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
         run.batch(step)  # before the model is loaded
     learner, begin = run.learner_before(last)
     say(f"replaying steps {begin + 1} to {last} from {where}, {torch.get_num_threads()} threads")
+    digested = sum(bool(run.published(step).digests) for step in range(begin + 1, last + 1))
+    if digested < last - begin:
+        say(f"weights are compared after {digested} of {last - begin} steps: others have no digest")
     differences = environment_differences(start, code_of(learner.settings), machine_of(learner))
     for line in differences.all:
         say(f"not as in the run: {line}")

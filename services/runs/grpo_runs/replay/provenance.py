@@ -49,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _is_as_recorded(provenance: Provenance) -> bool:
     found = verify(provenance)
+    without = f" ({found.undigested} without digests)" if found.undigested else ""
     counts = (
-        f"{found.publications} publications, {found.checkpoints} checkpoints, {found.models} "
-        f"exported models and {found.batches} batches"
+        f"{found.publications} publications{without}, {found.checkpoints} checkpoints, "
+        f"{found.models} exported models and {found.batches} batches"
     )
     for problem in found.problems:
         say(problem)

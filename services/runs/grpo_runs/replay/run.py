@@ -168,7 +168,8 @@ def _known(provenance: Provenance) -> str:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step as recorded, and as computed again. `recorded`: the publication with its weights"""
+    """A step as recorded, and as computed again. `recorded`: the publication with its weights;
+    `digests`: empty if none are recorded"""
 
     recorded: Publication
     loss: float
@@ -209,7 +210,9 @@ def taken(run: RecordedRun, learner: Learner, step: int, stats: GradientStats) -
         published,
         stats.loss,
         stats.norm,
-        digests_of(learner.optimizer.masters, run.start_of(step).parts),
+        digests_of(learner.optimizer.masters, run.start_of(step).parts)
+        if published.digests
+        else (),
     )
 
 

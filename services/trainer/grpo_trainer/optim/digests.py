@@ -1,25 +1,28 @@
-"""Digests of the master weights, computed in a thread from one update to the next."""
+"""Digests of the master weights. On a CPU a thread computes them from one update to the next.
+
+A step on a GPU takes less time than to copy and hash all weights. So only weights that are saved
+have digests there, computed while the trainer waits for the checkpoint anyway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_core.provenance.digest import TENSOR_DIGITS, joined, tensor_digest
 from grpo_core.provenance.records import Facts
-from grpo_trainer.atomic_files import DTYPES, PART_BYTES
+from grpo_trainer.atomic_files import DTYPES, pieces_of
 from grpo_trainer.ranks import Ranks
 
 _BYTES = TENSOR_DIGITS // 2
 
 
 class WeightDigests:
-    """All ranks begin and finish together. The weights must not change in between.
+    """All ranks call the same methods in the same order. The weights must not change from `begin`
+    to `finish`.
 
     Args:
         masters: this rank's
@@ -28,13 +31,29 @@ class WeightDigests:
 
     def __init__(self, masters: Sequence[Tensor], ranks: Ranks, parts: int = 1) -> None:
         self._masters, self._ranks, self._parts = masters, ranks, parts
+        self._are_due = False
         self._pending: Future[list[str]] | None = None
         self._thread = ThreadPoolExecutor(1, "digests")
 
+    @property
+    def every_step(self) -> bool:
+        return self._masters[0].device.type == "cpu"
+
     def begin(self) -> None:
-        """Compute the digests of the weights as they are now."""
-        if self._ranks.leads or self._parts > 1:
-            self._pending = self._thread.submit(self._computed, _after_queued_work(self._masters))
+        """The weights are new: compute their digests, on a GPU not before `finish_saved`."""
+        self._are_due = self._ranks.leads or self._parts > 1
+        if self.every_step:
+            self._compute()
+
+    def _compute(self) -> None:
+        if self._are_due:
+            self._are_due = False
+            self._pending = self._thread.submit(lambda: [*map(_digest_of, self._masters)])
+
+    def finish_saved(self) -> list[str] | None:
+        """As `finish`, of weights that are saved. None if they had their digests before."""
+        self._compute()
+        return self.finish()
 
     def finish(self) -> list[str] | None:
         """The digest of each tensor. None on ranks above 0, or if none were begun."""
@@ -52,14 +71,10 @@ class WeightDigests:
         parts = [[bytes(row).hex() for row in part] for part in whole]
         return [joined(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
-    def _computed(self, stream: Any) -> list[str]:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            return [tensor_digest(_pieces(master)) for master in self._masters]
-
 
 def digests_of(masters: Sequence[Tensor], parts: int) -> list[str]:
     """The digest of each whole tensor, as `parts` ranks that divide its rows compute it."""
-    return [joined([tensor_digest(_pieces(part)) for part in _rows(m, parts)]) for m in masters]
+    return [joined([*map(_digest_of, _rows(m, parts))]) for m in masters]
 
 
 def _rows(whole: Tensor, parts: int) -> list[Tensor]:
@@ -73,16 +88,5 @@ def facts_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[
     return [(name, DTYPES[str(dtype)], shape) for name, shape in shapes.items()]
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    for part in torch.split(tensor.detach().reshape(-1).view(torch.uint8), PART_BYTES):
-        yield part.cpu().numpy().data
-
-
-def _after_queued_work(masters: Sequence[Tensor]) -> Any:
-    """On a GPU, a stream of its own, in which copies do not wait for the next step."""
-    device = masters[0].device
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
+def _digest_of(tensor: Tensor) -> str:
+    return tensor_digest(pieces_of(tensor))

@@ -1,5 +1,7 @@
 """Records where the weights come from: `provenance.jsonl`, and the batch of each step.
 
+A version without digests (see `WeightDigests`) is recorded once more, with them, if it is saved.
+
 A thread writes the batch while the weights' digests are computed; both are finished before the next
 update and before a checkpoint. A batch that cannot be written never ends the run.
 """
@@ -7,6 +9,7 @@ update and before a checkpoint. A batch that cannot be written never ends the ru
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -53,8 +56,8 @@ from grpo_trainer.weight_sync.base import Published
 log = structlog.get_logger()
 
 
-Build = Callable[[list[str], str | None], Publication]
-"""Args: the digests of the weights, and that of the batch's file"""
+Build = Callable[[list[str] | None, str | None], Publication]
+"""Args: the digests of the weights, if there are any, and that of the batch's file"""
 
 
 class ProvenanceLog:
@@ -71,7 +74,7 @@ class ProvenanceLog:
         self._batch: Future[str | None] | None = None
         self._written: Future[None] | None = None
         self._has_failed = False
-        self._thread = ThreadPoolExecutor(1, "provenance")
+        self._thread, self._appends = ThreadPoolExecutor(1, "provenance"), threading.Lock()
 
     def close(self) -> None:
         """Wait for the thread."""
@@ -118,8 +121,7 @@ class ProvenanceLog:
             config=config_yaml(settings),
         )
         write_whole(self._path, "".join(map(text_of, [*lines, begun])))
-        self._begin(lambda digests, _: self._publication(served, digests))
-        self.finish()
+        self._record(self._publication(served, self._learner.digests.finish_saved()))
 
     def step_taken(
         self,
@@ -156,6 +158,12 @@ class ProvenanceLog:
             self._written = None
             written.result()
 
+    def before_save(self) -> None:
+        """As `finish`. The saved weights have digests afterwards."""
+        self.finish()
+        if (digests := self._learner.digests.finish_saved()) is not None:
+            self._record(self._newest.model_copy(update=self._weights(digests)))
+
     def _begin(self, build: Build) -> None:
         """Write a publication as soon as its digests are known: a killed trainer should leave
         it."""
@@ -168,9 +176,11 @@ class ProvenanceLog:
     def _write(self, build: Build, digests: Callable[[], list[str] | None]) -> None:
         """In the thread, behind the batch."""
         found, batch = digests(), None if self._batch is None else self._batch.result()
-        assert found is not None, "the digests were begun"
-        line = build(found, batch)
+        self._record(build(found, batch))
+
+    def _record(self, line: Publication) -> None:
         self._append(line)
+        self._newest = line
         self._parent = Parent(version=line.version, root=line.root)
 
     def exported(self, directory: Path, step: int) -> None:
@@ -178,16 +188,15 @@ class ProvenanceLog:
         self._thread.submit(self._record_export, directory, step)
 
     def _publication(
-        self, version: PolicyVersion, digests: list[str], **fields: Any
+        self, version: PolicyVersion, digests: list[str] | None, **fields: Any
     ) -> Publication:
+        weights = {} if digests is None else self._weights(digests)
         return Publication(
-            version=version,
-            root=root_of(self._facts, digests),
-            digests=tuple(digests),
-            parent=self._parent,
-            seed=self._seed,
-            **fields,
+            version=version, parent=self._parent, seed=self._seed, **weights, **fields
         )
+
+    def _weights(self, digests: list[str]) -> dict[str, Any]:
+        return {"root": root_of(self._facts, digests), "digests": tuple(digests)}
 
     def _write_batch(self, batch: RecordedBatch) -> str | None:
         try:
@@ -217,7 +226,7 @@ class ProvenanceLog:
 
     def _append(self, line: Line) -> None:
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with self._appends, self._path.open("a", encoding="utf-8") as file:
                 file.write(text_of(line))
         except OSError as error:
             raise CheckpointNotSaved(

@@ -1,4 +1,6 @@
-"""A short run in this process, which is killed and resumed, and what replays of it print."""
+"""A short run in this process, which is killed and resumed, and what replays of it print.
+
+Its checkpoints are of steps 0, 1, 3, 5 and 6."""
 
 from __future__ import annotations
 

@@ -9,12 +9,14 @@ import pytest
 
 from grpo_core.errors import BrokenProvenance
 from grpo_core.provenance.chain import Provenance
+from grpo_core.provenance.records import text_of
 from grpo_core.provenance.verify import verify
 from grpo_core.rollouts.files import steps_in, write_lines
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.replay.provenance import main as command
 from grpo_trainer.checkpoint.store import StateStore
-from tests.unit.runs.replay.recorded import KILLED_AFTER, STEPS, train
+from tests.unit.runs.replay.recorded import KILLED_AFTER, STEPS, replay, train
+from tests.unit.trainer.ranks.test_loop import digests
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,58 @@ def test_each_publication_names_its_weights_its_batch_and_its_parent(run: Path) 
     found = verify(known)
     assert found.problems == []
     assert (found.checkpoints, found.models, found.batches) == (2, 1, STEPS)
+
+
+@pytest.fixture(scope="module")
+def gpu_run(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights have digests as on a GPU."""
+    with digests(every_step=False):
+        return train(model, tmp_path_factory.mktemp("gpu_run") / "saved")
+
+
+def test_on_a_gpu_weights_that_are_saved_or_loaded_have_digests(run: Path, gpu_run: Path) -> None:
+    known, every = Provenance.of(gpu_run), Provenance.of(run).by_version
+    assert known.by_version.keys() == every.keys()
+    lacking = {(1, 2), (1, KILLED_AFTER), (2, 4)}
+    for line in known.publications:
+        full = every[line.version]
+        assert (line.batch_id, line.loss, line.lost) == (full.batch_id, full.loss, full.lost)
+        expected = (None, ()) if line.version in lacking else (full.root, full.digests)
+        assert (line.root, line.digests) == expected, line.version
+        if line.parent is not None:
+            assert line.parent.root == known.by_version[line.parent.version].root
+    found = verify(known)
+    assert (found.problems, found.publications, found.undigested) == ([], 9, 3)
+    assert (found.checkpoints, found.models, found.batches) == (2, 1, STEPS)
+
+
+def test_what_was_compared_without_digests_is_counted(
+    gpu_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(gpu_run, tmp_path / "saved"))
+    command([str(run)])
+    assert "9 publications (3 without digests), 2 checkpoints" in capsys.readouterr().out
+    shutil.rmtree(run / "trainer_state")
+    passes, said = replay(run)
+    assert passes, said
+    assert f"weights are compared after 4 of {STEPS} steps: others have no digest" in said
+    assert said.count("loss, gradient norm and weights are equal bit by bit") == 4
+    assert said.count("loss and gradient norm are equal bit by bit") == 2
+    second = Provenance.of(run).by_version[PolicyVersion(1, 2)]
+    file = run / "provenance.jsonl"
+    file.write_text(file.read_text().replace(f'"loss":{second.loss}', '"loss":0.5'))
+    passes, said = replay(run, step=2)
+    assert not passes
+    assert "weights        not recorded" in said
+
+
+def test_a_checkpoint_without_a_recorded_digest_is_named(gpu_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(gpu_run, tmp_path / "saved"))
+    last = Provenance.of(run).by_version[PolicyVersion(2, STEPS)]
+    file = run / "provenance.jsonl"
+    file.write_text(file.read_text().replace(text_of(last), ""))
+    (problem,) = verify(Provenance.of(run)).problems
+    assert problem.endswith(f"_step_{STEPS}: no digest of step {STEPS} is recorded")
 
 
 def test_the_chain_of_a_completion_ends_at_the_base_model(

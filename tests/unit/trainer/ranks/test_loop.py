@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from grpo_core.wire.run_api import RunStatus
 from grpo_runs.offline.local import WeightsInProcess
 from grpo_runs.replay.command import replay_run
 from grpo_runs.settings.replay import ReplaySettings
+from grpo_trainer.optim.digests import WeightDigests
 from grpo_trainer.ranks import ALONE, Ranks
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
@@ -31,7 +32,7 @@ from tests.unit.trainer.ranks.rank_rig import met
 from tests.unit.trainer.tiny_policy import model_directory
 
 DEADLINE_S = 120.0
-FULL_BEFORE, REJECTED = 3, 2
+REJECTED = 2
 CASES: dict[str, dict[str, Any]] = {
     "penalty": {"kl_coef": 0.1, "kl_in": "reward"},
     "maxent": {"objective": "maxent", "kl_coef": 0.1, "maxent_tau": 0.5},
@@ -40,13 +41,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Queue:
-    """Hands out equal batches; the second one is not finite, and before the third one the leases
-    are full once. Their groups have a teacher's logprobs."""
+    """Hands out equal batches; the second one is not finite, and before some the leases are full
+    once. Their groups have a teacher's logprobs."""
 
     base_url, run_uuid = "here", "run"
 
-    def __init__(self) -> None:
-        self.given, self.acknowledged, self.is_full = 0, 0, True
+    def __init__(self, full_before: Sequence[int] = (3,)) -> None:
+        self.given, self.acknowledged, self.full_before = 0, 0, {*full_before}
 
     def status(self) -> RunStatus:
         return RunStatus(current_step=self.given, queue_size=0, run_uuid=self.run_uuid)
@@ -63,8 +64,8 @@ class Queue:
         self.acknowledged = batch_id
 
     def poll(self, *_: object) -> LeasedBatch:
-        if self.given + 1 == FULL_BEFORE and self.is_full:
-            self.is_full = False
+        if self.given + 1 in self.full_before:
+            self.full_before.remove(self.given + 1)
             raise LeasesFull("full", 409)
         self.given += 1
         sent = {"advantages": [[3e38], [3e38]]} if self.given == REJECTED else {}
@@ -82,22 +83,31 @@ def settings_of(
     return CommandLine.model_validate({**fixed, **sizes, **given, **other, **options}).settings()
 
 
+@contextlib.contextmanager
+def digests(*, every_step: bool) -> Iterator[None]:
+    """Args: every_step: as on a CPU, not as on a GPU"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightDigests, "every_step", every_step)
+        yield
+
+
 def train_parts(model: Path, saved: Path, options: dict[str, Any], ranks: Ranks = ALONE) -> None:
-    """Three steps, then a resumed run up to the fourth, then a start of the complete run."""
+    """Three steps, then a resumed run up to the sixth, then a start of the complete run. As on a
+    GPU, digests of the resumed run are of its checkpoints alone, after the steps 4 and 6."""
 
     @contextlib.contextmanager
     def weights(settings: TrainerSettings) -> Iterator[WeightsInProcess]:
         yield WeightsInProcess(settings, samples=True)
 
-    queue: Any = Queue()
-    for steps in (3, 4, 4):
+    queue: Any = Queue(full_before=(3, 6))
+    for steps in (3, 6, 6):
         settings = settings_of(model, saved, steps, options)
-        with open_run(settings, queue, weights, ranks) as opened:
+        with digests(every_step=steps == 3), open_run(settings, queue, weights, ranks) as opened:
             assert (opened is None) == (saved / f"ended-{steps}-{ranks.index}").exists()
             if opened is not None:
                 assert [position.step for position in training_steps(*opened, Stop())][-1] == steps
         (saved / f"ended-{steps}-{ranks.index}").touch()
-    assert not ranks.leads or (queue.is_full, queue.acknowledged) == (False, queue.given)
+    assert not ranks.leads or (queue.full_before, queue.acknowledged) == (set(), queue.given)
 
 
 def _work(rank: int, model: Path, saved: Path, options: dict[str, Any]) -> None:
@@ -131,7 +141,7 @@ def test_two_ranks_train_the_model_of_one(name: str, tmp_path: Path) -> None:
     )
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     found = verify(Provenance.of(tmp_path / "together"))
-    assert (found.problems, found.checkpoints) == ([], 2)
+    assert (found.problems, found.checkpoints, found.undigested) == ([], 2, 1)
     said: list[str] = []
-    last = ReplaySettings(run=tmp_path / "together", step=4)
+    last = ReplaySettings(run=tmp_path / "together", step=6)
     assert replay_run(Provenance.of(tmp_path / "together"), last, said.append), said
