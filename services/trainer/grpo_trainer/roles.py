@@ -210,7 +210,10 @@ def open_lead(
     api: BatchQueue,
     weight_sync: OpenSync,
 ) -> tuple[Lead, Position] | None:
-    """Load, restore and serve; None if the run is complete. Args: stack: closes what it opens"""
+    """Load and restore the policy, publish its weights and save them; None if the run is complete.
+
+    Args: stack: closes what it opens
+    """
     stack.enter_context(hold_save_path(settings.save_path))
     store = StateStore(settings.save_path)
     remove_unfinished(store.directory)
@@ -230,31 +233,11 @@ def open_lead(
     provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
     recorder = Recorder(settings, sinks, Speed.measured(learner.policy, ranks))
     log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
-    return _start_lead(learner, api, sync, store, saved, recorded, recorder, provenance)
-
-
-def _start_lead(
-    learner: Learner,
-    api: BatchQueue,
-    sync: WeightSync,
-    store: StateStore,
-    saved: SavedState | None,
-    recorded: int | None,
-    recorder: Recorder,
-    provenance: ProvenanceLog,
-) -> tuple[Lead, Position]:
-    """Restore the checkpoint, publish the first weights, and save them."""
-    settings, policy, optimizer = learner.settings, learner.policy, learner.optimizer
-    coefficients = coefficients_of(settings)
-    if saved is None:
-        api.register(settings.registration(first_step=0))
-        position = Position(step=0, batch_id=0, epoch=0)
-    else:
-        coefficients.resume(saved.record.kl_coef, saved.record.maxent)
-        position = resume.restore(saved, policy, optimizer, api, settings)
+    settings = learner.settings  # with the optimizer of the policy's device
+    coefficients, bound = coefficients_of(settings), _bound(learner, saved)
+    position = _restored(learner, api, saved, coefficients)
     begin_records(settings, recorded)
-    bound = _bound(learner, saved)
-    served = sync.start(optimizer, position.step, position.epoch, bound)
+    served = sync.start(learner.optimizer, position.step, position.epoch, bound)
     position = replace(position, epoch=served.epoch)
     learner.digests.begin()
     provenance.start(served, saved, recorded, api.run_uuid)
@@ -263,14 +246,24 @@ def _start_lead(
     )
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
-    learner.ranks.broadcast(own is None)
+    ranks.broadcast(own is None)
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     history = VersionHistory(served, sync.begun_as, sync.epochs)
-    limits = limits_of(policy, settings)
+    limits = limits_of(learner.policy, settings)
     batches = BatchSource(settings, api, limits, history, learner.forward.layout.cut)
     checks = DataChecks(learner, sync.served_logprobs, bound.value)
-    parts = sync, batches, checks, recorder, saver, coefficients, provenance
-    return Lead(learner, *parts), position
+    return Lead(learner, sync, batches, checks, recorder, saver, coefficients, provenance), position
+
+
+def _restored(
+    learner: Learner, api: BatchQueue, saved: SavedState | None, coefficients: Coefficients
+) -> Position:
+    """Register a new run at run-api, or restore a checkpoint."""
+    if saved is None:
+        api.register(learner.settings.registration(first_step=0))
+        return Position(step=0, batch_id=0, epoch=0)
+    coefficients.resume(saved.record.kl_coef, saved.record.maxent)
+    return resume.restore(saved, learner.policy, learner.optimizer, api, learner.settings)
 
 
 def _bound(learner: Learner, saved: SavedState | None) -> Bound:
