@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,9 +41,9 @@ class Provenance:
         return cls(file.parent, read_lines(file))
 
     @property
-    def publications(self) -> Iterable[Publication]:
+    def publications(self) -> Iterator[Publication]:
         """Of each version the newest line."""
-        return self.by_version.values()
+        return iter(self.by_version.values())
 
     @property
     def exports(self) -> Iterator[Export]:
