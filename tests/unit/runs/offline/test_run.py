@@ -121,7 +121,7 @@ def test_records_and_jobs_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("module", "place", "calls", "done"),
     [
-        (Learner, "gradients", 3, 1),  # between the two optimizer steps of the second iteration
+        (Learner, "accumulate", 3, 1),  # between the two optimizer steps of the second iteration
         # Between its checkpoint and its record, and between its record and its evaluation.
         pytest.param(iteration_end, "iteration_record", 1, 1, marks=pytest.mark.full),
         pytest.param(iteration_end, "evaluate", 1, 2, marks=pytest.mark.full),
