@@ -279,17 +279,10 @@ def backward(
         (scale * loss).backward()  # type: ignore[no-untyped-call]
     # The host computes the sums while the GPU runs the backward pass.
     read, values = arrived()
-    sums = _sums(values, micro, objective)
+    sums = loss_sums(values, micro.with_recomputed(values.logp), objective)
     if where is not None and not math.isfinite(sum(read)):
         raise _non_finite(where, sum(read), sums)
     return read, sums, values
-
-
-def _sums(values: TokenValues, micro: MicroBatch, objective: Objective) -> LossSums:
-    """Args: values, micro: in host memory"""
-    known = micro.with_recomputed(values.logp)
-    columns = known.behaviour_logp, known.advantages, known.token_weight
-    return loss_sums(values.logp, values.entropy, micro.reference_logp, *columns, objective)
 
 
 def _non_finite(where: str, loss: float, sums: LossSums) -> NonFiniteLoss:

@@ -141,6 +141,21 @@ class LossInputs:
     entropy: Tensor | None
     reference_logp: Tensor | None
 
+    @classmethod
+    def of(cls, values: TokenValues, micro: MicroBatch, objective: Objective) -> Self:
+        """Args: values: [B, T] each, of the policy"""
+        is_trained = micro.token_weight > 0
+        log_ratio = _log_ratio(values.logp, micro.behaviour_logp)
+        return cls(
+            logp=values.logp,
+            behaviour_logp=micro.behaviour_logp,
+            ratio=importance_ratio(log_ratio, is_trained, objective.importance_level),
+            advantages=micro.advantages,
+            weight=micro.token_weight * correction(log_ratio.detach(), is_trained, objective),
+            entropy=values.entropy,
+            reference_logp=micro.reference_logp,
+        )
+
 
 def clip(tokens: LossInputs, objective: Objective) -> Tensor:
     """min(r A, clip(r) A): PPO's surrogate (arXiv 1707.06347, equation 7), with the bounds
@@ -190,36 +205,8 @@ class LossParts(NamedTuple):
     entropy: Tensor
 
 
-def policy_loss(
-    logp: Tensor,
-    behaviour_logp: Tensor,
-    advantages: Tensor,
-    token_weight: Tensor,
-    objective: Objective,
-    entropy: Tensor | None = None,
-    reference_logp: Tensor | None = None,
-) -> Tensor:
-    """The objective's loss of a micro-batch: a scalar.
-
-    Args:
-        logp: [B, T] logprob of each target token under the policy, at the temperature that sampled
-            it
-        behaviour_logp: [B, T] the server's logprob when it sampled the token
-        advantages: [B, 1] or [B, T]
-        token_weight: [B, T] weight of each token; 0 if it is not trained on
-        entropy, reference_logp: [B, T], for the user's own loss
-    """
-    is_trained = token_weight > 0
-    log_ratio = _log_ratio(logp, behaviour_logp)
-    inputs = LossInputs(
-        logp=logp,
-        behaviour_logp=behaviour_logp,
-        ratio=importance_ratio(log_ratio, is_trained, objective.importance_level),
-        advantages=advantages,
-        weight=token_weight * correction(log_ratio.detach(), is_trained, objective),
-        entropy=entropy,
-        reference_logp=reference_logp,
-    )
+def policy_loss(inputs: LossInputs, objective: Objective) -> Tensor:
+    """The objective's loss of a micro-batch: a scalar."""
     function = NAMED_LOSSES.get(objective.loss) or own_function(objective.loss)
     loss: Tensor = function(inputs, objective)
     return loss
@@ -232,8 +219,7 @@ def step_loss(values: TokenValues, micro: MicroBatch, objective: Objective) -> L
         values: [B, T] each, of the policy
     """
     weight = micro.token_weight
-    columns = micro.behaviour_logp, micro.advantages, weight
-    loss = policy_loss(values.logp, *columns, objective, values.entropy, micro.reference_logp)
+    loss = policy_loss(LossInputs.of(values, micro, objective), objective)
     kl = entropy = torch.zeros_like(loss)
     if objective.entropy_coef:
         entropy = -objective.entropy_coef * entropy_bonus(values.entropy, weight)
@@ -300,30 +286,19 @@ def correction(log_ratio: Tensor, is_trained: Tensor, objective: Objective) -> T
 
 
 @torch.no_grad()
-def loss_sums(
-    logp: Tensor,
-    entropy: Tensor,
-    reference_logp: Tensor | None,
-    behaviour_logp: Tensor,
-    advantages: Tensor,
-    token_weight: Tensor,
-    objective: Objective,
-) -> LossSums:
-    """Sums for the metrics.
-
-    Args: `entropy` and `reference_logp` [B, T], and those of `LossInputs`, in host memory, because
-        each sum is read
-    """
-    trained = token_weight > 0
+def loss_sums(values: TokenValues, micro: MicroBatch, objective: Objective) -> LossSums:
+    """Sums for the metrics. Args: all in host memory, because each sum is read"""
+    trained = micro.token_weight > 0
     if not bool(trained.any()):
         return NO_SUMS
+    logp, behaviour_logp, reference_logp = values.logp, micro.behaviour_logp, micro.reference_logp
     log_ratio = _log_ratio(logp, behaviour_logp)
     used = importance_ratio(log_ratio, trained, objective.importance_level)
     low, high = bounds(objective)
     is_clipped = (used < low) | (used > high)
     is_corrected = (correction(log_ratio, trained, objective) < 1).expand_as(logp)
     of_reference = None if reference_logp is None else reference_logp[trained].double()
-    advantage = advantages.expand_as(logp)[trained]  # [N], like all tensors below
+    advantage = micro.advantages.expand_as(logp)[trained]  # [N], like all tensors below
     logp, behaviour_logp = logp[trained].double(), behaviour_logp[trained].double()
     log_ratio = log_ratio[trained].double()
     diff, ratio = logp - behaviour_logp, log_ratio.exp()
@@ -343,7 +318,7 @@ def loss_sums(
         diff_abs=float(diff.abs().sum()),
         diff_max=float(diff.abs().max()),
         kl_k3=float((ratio - 1 - log_ratio).sum()),
-        entropy=float(entropy[trained].double().sum()),
+        entropy=float(values.entropy[trained].double().sum()),
         reference_kl=0.0
         if of_reference is None
         else float(kl_terms(logp, of_reference, "k3").sum()),

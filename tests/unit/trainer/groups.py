@@ -6,15 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.tree.objectives import GRPO, Objective
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.data.collate import Batch, Cut, collate
+from grpo_trainer.data.collate import Batch, Cut, MicroBatch, collate
 from grpo_trainer.data.filter import GroupFilter, digest
 from grpo_trainer.data.groups import GroupLimits, Tokens, UsableSequence, sequences_of
+from grpo_trainer.losses import LossInputs
+from grpo_trainer.model.logprobs import TokenValues
 
 P = PROMPT_LOGPROB
 VOCABULARY = 100
@@ -93,3 +98,19 @@ def in_order(sequences: Sequence[Tokens], size: int) -> list[list[int]]:
     """Sequences in their order, `size` in each micro-batch."""
     numbers = range(len(sequences))
     return [list(numbers[start : start + size]) for start in numbers[::size]]
+
+
+def micro_of(behaviour: Tensor, advantages: Tensor, weight: Tensor) -> MicroBatch:
+    """A micro-batch of these columns, whose tokens do not matter. Args: as of `MicroBatch`"""
+    rows, tokens = len(weight), torch.zeros_like(weight, dtype=torch.long)
+    of_rows = torch.ones(rows), (weight.shape[1],) * rows, (0,) * rows, (True,) * rows
+    return MicroBatch(tokens, tokens, behaviour, weight, advantages, *of_rows)
+
+
+def values_of(logp: Tensor) -> TokenValues:
+    """Args: logp: [B, T]"""
+    return TokenValues(logp, *torch.zeros(2, *logp.shape))
+
+
+def inputs_of(logp: Tensor, micro: MicroBatch, objective: Objective) -> LossInputs:
+    return LossInputs.of(values_of(logp), micro, objective)

@@ -13,6 +13,7 @@ from grpo_trainer.losses import policy_loss
 from grpo_trainer.model.forward import FastForward
 from grpo_trainer.model.fused_head import EAGER
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
+from tests.unit.trainer.groups import inputs_of
 
 
 def test_penalty_and_bonus_count_with_their_weights_over_all_micro_batches() -> None:
@@ -36,9 +37,8 @@ def test_penalty_and_bonus_count_with_their_weights_over_all_micro_batches() -> 
         logp = p.gather(-1, micro.targets.unsqueeze(-1)).squeeze(-1).log()
         d = logp - micro.reference_logp
         penalty, bonus = 0.7 * ((-d).exp() - 1 + d), 0.3 * (p * p.log()).sum(-1)
-        columns = (micro.behaviour_logp, micro.advantages, micro.token_weight)
         weighed = [(micro.token_weight * terms).sum() for terms in (penalty, bonus)]
-        of_micro = torch.stack([policy_loss(logp, *columns, GRPO), *weighed])
+        of_micro = torch.stack([policy_loss(inputs_of(logp, micro, GRPO), GRPO), *weighed])
         total, parts = total + of_micro.sum(), parts + of_micro.detach()
     weight = policy.lm_head.weight
     (expected,) = torch.autograd.grad(total, weight)

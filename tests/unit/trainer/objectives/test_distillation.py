@@ -19,7 +19,17 @@ from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.groups import Tokens, sequences_of
 from grpo_trainer.errors import UnusableGroup
 from grpo_trainer.losses import policy_loss
-from tests.unit.trainer.groups import LIMITS, P, batch_of, group, in_order, taught, usable
+from tests.unit.trainer.groups import (
+    LIMITS,
+    P,
+    batch_of,
+    group,
+    in_order,
+    inputs_of,
+    micro_of,
+    taught,
+    usable,
+)
 
 DISTILL = resolved("distill", {})
 MIXED = resolved("grpo", {"distill_coef": 0.5, "reward_coef": 2.0})
@@ -105,8 +115,8 @@ def test_loss_and_gradient_by_hand() -> None:
     """Ratios 1 and 2, of two trained tokens: -(1 * -1 * log p + 2 * 0.5 * log p') / 2."""
     logp = torch.tensor([[-0.1, -0.2]], requires_grad=True)
     behaviour = torch.tensor([[-0.1, -0.2 - torch.tensor(2.0).log()]])
-    columns = torch.tensor([[-1.0, 0.5]]), torch.tensor([[0.5, 0.5]])
-    loss = policy_loss(logp, behaviour, *columns, DISTILL)
+    micro = micro_of(behaviour, torch.tensor([[-1.0, 0.5]]), torch.tensor([[0.5, 0.5]]))
+    loss = policy_loss(inputs_of(logp, micro, DISTILL), DISTILL)
     assert float(loss.detach()) == pytest.approx(-(0.1 - 2 * 0.5 * 0.2) / 2)
     (gradient,) = torch.autograd.grad(loss, logp)
     assert gradient.tolist() == [pytest.approx([0.5, -0.5])]
@@ -124,8 +134,8 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:
         at = (torch.arange(2), torch.tensor(tokens))
         logp = student.log_softmax(-1)[at][None]
         sampled = logp.detach()
-        weight = torch.full((1, 2), 0.5)
-        loss = policy_loss(logp, sampled, teacher[at][None] - sampled, weight, DISTILL)
+        micro = micro_of(sampled, teacher[at][None] - sampled, torch.full((1, 2), 0.5))
+        loss = policy_loss(inputs_of(logp, micro, DISTILL), DISTILL)
         total = total + sampled.sum().exp() * loss
     (found,) = torch.autograd.grad(total, student)
     torch.testing.assert_close(found, expected)

@@ -16,6 +16,7 @@ from grpo_core.tree.objectives import Objective
 from grpo_trainer.advantages import group_std
 from grpo_trainer.losses import NO_SUMS, LossSums, loss_sums, policy_loss
 from grpo_trainer.model.logprobs import token_values
+from tests.unit.trainer.groups import inputs_of, micro_of, values_of
 
 GRPO = Objective()
 LOG_HALF, LOG_3_2 = math.log(0.5), math.log(1.5)
@@ -68,15 +69,12 @@ def judged(
     """(loss, d loss / d logp, sums)"""
     policy = torch.tensor(logp, requires_grad=True)
     columns = (torch.tensor(behaviour), torch.tensor(advantages)[:, None], torch.tensor(weight))
-    loss = policy_loss(policy, *columns, objective)
+    micro = micro_of(*columns)
+    loss = policy_loss(inputs_of(policy, micro, objective), objective)
     loss.backward()
-    entropy = torch.zeros_like(policy)
     assert policy.grad is not None
-    return (
-        float(loss.detach()),
-        policy.grad.tolist(),
-        loss_sums(policy, entropy, None, *columns, objective),
-    )
+    sums = loss_sums(values_of(policy), micro, objective)
+    return float(loss.detach()), policy.grad.tolist(), sums
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from grpo_trainer.errors import FunctionUnusable
 from grpo_trainer.losses import policy_loss
 from grpo_trainer.telemetry.provenance import code_of
 from tests.unit.conftest import Mistake
-from tests.unit.trainer.groups import good
+from tests.unit.trainer.groups import good, inputs_of, micro_of
 
 OWN = """
 def squared(tokens, objective):
@@ -49,7 +49,8 @@ def test_they_take_the_place_of_the_named_ones(own: str) -> None:
     require_own_functions(objective)
     columns = (torch.tensor([[-1.0]]), torch.tensor([[3.0]]), torch.tensor([[0.5]]))
     logp = torch.tensor([[-1.0]]) + torch.tensor(2.0).log()
-    assert float(policy_loss(logp, *columns, objective)) == pytest.approx(-0.5 * 4 * 3)
+    inputs = inputs_of(logp, micro_of(*columns), objective)
+    assert float(policy_loss(inputs, objective)) == pytest.approx(-0.5 * 4 * 3)
     (found,) = group_advantages([good(0, scores=[0.0, 1.0])], objective)
     assert found.tolist() == [-1.0, 1.0]
 
