@@ -219,7 +219,7 @@ class SharedVllm(CheckedServer):
         """
         session = self._server.attachment.session
         pause = partial(self.bridge.pause, session, self._lease_s, version)
-        lease = Deadline(0.0)
+        lease = Deadline(0.0)  # expired: the first `may_write` pauses again, with `writing`
 
         def may_write() -> None:
             nonlocal lease
