@@ -328,7 +328,7 @@ class SglangWeights(DirectorySync):
         import_architecture(self.weights.model_name)
         block = max(info.page_size or 0, DEFAULT_BLOCK)
         lengths = ProbeLengths.fitting(block, info.max_req_input_len)
-        return self._loaded(dtype, device, lengths)
+        return self._take_policy(dtype, device, lengths)
 
     def start(
         self,
@@ -375,7 +375,7 @@ class SglangWeights(DirectorySync):
     def close(self) -> None:
         self.server.close()
 
-    def _load(self, announced: Announcement) -> None:
+    def _serve(self, announced: Announcement) -> None:
         """Raises `WeightsRefused`, `ServiceUnavailable`: the server serves the previous weights, or
         none."""
         directory = self.directories.path_of(announced.version)

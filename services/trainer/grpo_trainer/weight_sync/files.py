@@ -116,17 +116,17 @@ class DirectorySync(Server):
         Raises:
             CheckpointNotSaved: the directory could not be written.
             ServedWeightsDiffer: the server reports the new weights but does not serve them.
-            GrpoError: those of `_load`, and of the requests of the check.
+            GrpoError: those of `_serve`, and of the requests of the check.
         """
         files = self.directories.write(self.version, self.weights, self._policy)
-        return self._bring(files, label)
+        return self._serve_and_check(files, label)
 
-    def _bring(self, announced: Announcement, label: str) -> Published:
-        """Let the server load a version, and check it."""
+    def _serve_and_check(self, announced: Announcement, label: str) -> Published:
+        """Let the server serve a version, and check it."""
         started = time.monotonic()
         if self.caches_stay:
             self._check.prime()
-        reach = self._load(announced)
+        reach = self._serve(announced)
         alignment = self._require_served(label)
         self._remove_older()
         seconds = time.monotonic() - started
@@ -140,8 +140,10 @@ class DirectorySync(Server):
         )
         return Published(announced.version, seconds, alignment=alignment, reach=reach)
 
-    def _loaded(self, dtype: torch.dtype, device: torch.device, probe: ProbeLengths) -> CausalLM:
-        """The untrained policy; its logprobs are those of the first check."""
+    def _take_policy(
+        self, dtype: torch.dtype, device: torch.device, probe: ProbeLengths
+    ) -> CausalLM:
+        """Load the untrained policy; its logprobs are those of the first check."""
         self._policy = self.weights.load(dtype, device).eval()
         self._check = PublicationCheck(self._policy, self, probe)
         return self._policy
@@ -156,8 +158,8 @@ class DirectorySync(Server):
         self.directories.prepare()
         self.version = PolicyVersion(1 + max(self.directories.newest_epoch(), *known), step)
 
-    def _load(self, announced: Announcement) -> Reach | None:
-        """Let the server load the version. Returns None if it has no use for announcements."""
+    def _serve(self, announced: Announcement) -> Reach | None:
+        """Let the server serve the version. Returns None if it has no use for announcements."""
         raise NotImplementedError
 
     def _require_served(self, label: str) -> Alignment:
@@ -214,7 +216,7 @@ class FileSync(DirectorySync):
         info = self._agreed_info()
         dtype = _dtype_to_load(self.dtype, info)
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
-        return self._loaded(dtype, device, lengths)
+        return self._take_policy(dtype, device, lengths)
 
     def start(
         self,
@@ -235,7 +237,7 @@ class FileSync(DirectorySync):
         else:
             announced = self.directories.write(self.version, self.weights, self._policy)
         self.begun_as = _name_before(announced, head)
-        self._bring(announced, f"After step {step}")
+        self._serve_and_check(announced, f"After step {step}")
         if self.begun_as is not None:
             log.info("weights.already_served", policy_version=tuple(self.begun_as))
         return self.version
@@ -270,16 +272,16 @@ class FileSync(DirectorySync):
         for client in (self.bridge, *self._clients.values()):
             client.close()
 
-    def _load(self, announced: Announcement) -> Reach:
+    def _serve(self, announced: Announcement) -> Reach:
         """Raises the errors of `Publisher.publish`."""
         self._announced = announced.model_copy(
             update={"restarts": self.restarts, "model": self.weights.model_name}
         )
-        self._publication = self._published()
+        self._publication = self._announce()
         return replace(self._publication.reach, incidents=self.watch.incidents())
 
-    def _published(self) -> ServedPublication:
-        """Announced again, the version costs nothing."""
+    def _announce(self) -> ServedPublication:
+        """Wait until servers serve the version. Announced again, it costs nothing."""
         has_files = self._announced.kind is not VersionKind.BASE
         return self.publisher.publish(self._announced, self._sources if has_files else [])
 
@@ -294,7 +296,7 @@ class FileSync(DirectorySync):
                 alignment = self._check.require(self.version, label, servers)
             except ServerLeft as gone:
                 rounds.silent[gone.name] = gone
-                serving = rounds.left(serving) or rounds.again(self._published().serving)
+                serving = rounds.left(serving) or rounds.again(self._announce().serving)
                 continue
             for name in names:
                 self.watch.checked(name)
