@@ -23,8 +23,10 @@ from grpo_trainer.data.collate import by_prefix
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
+from grpo_trainer.optim.digests import WeightDigests, digests_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import build_update
+from grpo_trainer.ranks import ALONE
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)
@@ -105,6 +107,16 @@ def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
     expected = accumulate_gradients(on_host, ragged_batch(tokens=30), GRPO, 0)
     assert found.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-5)
     torch.testing.assert_close(found.tokens.logp, expected.tokens.logp, rtol=1e-3, atol=1e-3)
+
+
+def test_saved_weights_have_the_digests_that_they_have_on_the_host() -> None:
+    drawn = torch.Generator(DEVICE).manual_seed(0)
+    weights = [torch.randn(size, generator=drawn, device=DEVICE) for size in (SIZE, 2**25, 3)]
+    digests = WeightDigests(weights, ALONE)
+    digests.begin()
+    assert digests.finish() is None
+    assert digests.finish_saved() == digests_of([each.cpu() for each in weights], parts=1)
+    assert digests.finish_saved() is None
 
 
 def optimizer(*flags: str, lr: float = 1e-3) -> tuple[nn.Parameter, MasterOptimizer]:

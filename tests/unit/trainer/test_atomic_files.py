@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 import structlog
+import torch
 
 from grpo_trainer import atomic_files
-from grpo_trainer.atomic_files import hold_save_path, remove_directory, whole_directory
+from grpo_trainer.atomic_files import (
+    hold_save_path,
+    pieces_of,
+    remove_directory,
+    whole_directory,
+)
 from grpo_trainer.errors import UnusableSavePath
 from tests.support.directories import names
 
@@ -131,3 +137,13 @@ def test_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pass
     with hold_save_path(tmp_path):
         pass
+
+
+def test_a_tensor_comes_to_the_host_in_pieces_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(atomic_files, "PART_BYTES", 1000)
+    weights = torch.arange(1001.0)
+    pieces = [bytes(piece) for piece in pieces_of(weights)]
+    assert max(map(len, pieces)) == 1000
+    assert b"".join(pieces) == weights.numpy().tobytes()
