@@ -3,9 +3,10 @@ model needs (MFU, arXiv 2204.02311 appendix B)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import structlog
 import torch
@@ -58,7 +59,8 @@ class ModelFlops:
     @classmethod
     def of(cls, policy: CausalLM) -> ModelFlops:
         model, config = base_model(policy), text_config_of(policy)
-        decoder, layers = model.get_decoder(), [*(layers_of(model) or ())]
+        layers, head = [*(layers_of(model) or ())], {*model.get_output_embeddings().parameters()}
+        decoder: Any = model.get_decoder() if layers else model  # without parts that see images
         below = [*takewhile(lambda layer: not _is_trained(layer), layers)]
         without_gradient = {p for layer in below for p in layer.parameters()}
         looked_up = {m.weight for m in decoder.modules() if isinstance(m, nn.Embedding)}
@@ -73,12 +75,11 @@ class ModelFlops:
                 total += is_product * share * weight.numel() * (2 + backward)
             return total
 
-        has_attention = hasattr(config, "num_attention_heads")
-        width = head_widths(config)[0] if has_attention else 0
+        widths = [*_attention_widths(config)]
         return cls(
-            of_token=flops(p for p in decoder.parameters() if p not in looked_up),
-            of_target=flops(model.get_output_embeddings().parameters()),
-            of_view=width * (12 * config.num_hidden_layers - 8 * len(below)),
+            of_token=flops({*decoder.parameters()} - looked_up - head),
+            of_target=flops(head),
+            of_view=12 * sum(widths) - 8 * sum(widths[: len(below)]),
         )
 
     def of_batch(self, batch: Batch) -> float:
@@ -91,6 +92,14 @@ class ModelFlops:
                 tokens += length - shared
                 views += (length * (length + 1) - shared * (shared + 1)) // 2
         return self.of_token * tokens + self.of_target * targets + self.of_view * views
+
+
+def _attention_widths(config: Any) -> Iterator[int]:
+    """Of all heads of each layer; 0 if it is recurrent."""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    for kind, layer in zip(kinds, config.per_layer_config, strict=False):
+        has_heads = hasattr(layer, "num_attention_heads") and kind != "linear_attention"
+        yield head_widths(layer)[0] if has_heads else 0
 
 
 def _is_trained(layer: nn.Module) -> bool:

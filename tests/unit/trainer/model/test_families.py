@@ -22,6 +22,7 @@ from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.logprobs import PROBE_LENGTH, logprobs_of, sampled_tokens
 from grpo_trainer.model.policy import end_tokens_of, vocabulary_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.telemetry.speed import ModelFlops
 from tests.unit.trainer.forward_rig import VOCABULARY, ragged_batch
 from tests.unit.trainer.tiny_policy import LORA
 
@@ -66,7 +67,7 @@ OTHERS = {
     *("lfm2_moe", "longcat_flash", "mamba2", "mimo_v2_flash", "musicgen"),
     *("musicgen_melody", "phi4_multimodal", "prophetnet", "qwen4_exp"),
     *("qwen4_exp_text", "reformer", "xlnet", "xlstm", "xmod", "zamba", "zamba2"),
-    *("zaya"),
+    "zaya",
 }
 FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - OTHERS)
 
@@ -125,3 +126,4 @@ def require_step(policy: Any) -> None:
     assert optimizer.step(0) > 0
     optimizer.write_into_parameters()
     assert any(not torch.equal(before[name], p) for name, p in parameters.items())
+    assert ModelFlops.of(policy).of_token > 0
