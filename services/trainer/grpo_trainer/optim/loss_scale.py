@@ -45,8 +45,8 @@ class LossScale:
         """The scales to collect a batch's gradients with, until these are finite: the current one,
         then half of it, and so on.
 
-        If they are not finite even at 1, the batch is the cause: the scale is restored, and the
-        next optimizer step refuses the gradients.
+        If they are not finite even at 1, the batch is the cause: the scale is restored, and
+        `MasterOptimizer.gradient_norm` raises.
         """
         before = self.record
         yield self.value
