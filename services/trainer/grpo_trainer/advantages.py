@@ -327,7 +327,7 @@ def divergences(batch: Batch, estimator: KlEstimatorName) -> Tensor:
 
 
 def _over_trained(batch: Batch, value: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Args: value: of the behaviour logprobs and the reference's: [B, T] each"""
+    """[sequences] sums of a value of the behaviour logprobs and the reference's: [B, T] each"""
     sums = []
     for micro in batch.micro_batches:
         assert micro.reference_logp is not None
@@ -370,7 +370,7 @@ def teacher_gaps(sequence: UsableSequence) -> list[float]:
 
 
 def distance(batch: Batch, gaps: Sequence[Tensor]) -> TeacherDistance:
-    """Args: gaps: [B, T] of each micro-batch"""
+    """Mean over the trained tokens with a teacher. Args: gaps: [B, T] of each micro-batch"""
     pairs = zip(gaps, batch.micro_batches, strict=True)
     trained = torch.cat([gap[micro.token_weight > 0].double() for gap, micro in pairs])
     known = trained[~trained.isnan()]

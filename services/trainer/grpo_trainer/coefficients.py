@@ -41,12 +41,12 @@ class KlCoefficient:
         return None if self.control == "fixed" or not self.initial else self.value
 
     def resume(self, saved: float | None) -> None:
-        """Args: saved: the checkpoint's value, which a fixed coefficient ignores"""
+        """Take the checkpoint's value, which a fixed coefficient ignores."""
         if self.control != "fixed" and saved is not None:
             self.value = saved
 
     def observe(self, divergence: float, sequences: int) -> None:
-        """Args: divergence: mean of a step's sequences"""
+        """Follow the mean divergence of a step's sequences."""
         if self.control == "fixed":
             return
         share = min(1.0, sequences / self.horizon)
@@ -89,12 +89,12 @@ class Tau:
         return self.value, self.average
 
     def resume(self, saved: tuple[float, float] | None) -> None:
-        """Args: saved: the checkpoint's; a fixed tau ignores it"""
+        """Take the checkpoint's value and average, which a fixed tau ignores."""
         if self.target is not None and saved is not None:
             self.value, self.average = saved
 
     def observe(self, entropy: float, step: int) -> None:
-        """Args: entropy: mean over a step's groups; step: steps taken before it"""
+        """Follow the mean entropy of a step's groups. Args: step: steps taken before it"""
         if self.target is None:
             return
         known = entropy if self.average is None else self.average
@@ -118,16 +118,18 @@ class Coefficients:
         return self.kl.value, self.tau.value
 
     def resume(self, kl: float | None, tau: tuple[float, float] | None) -> None:
-        """Args: the checkpoint's values"""
+        """Take the values of a checkpoint."""
         self.kl.resume(kl)
         self.tau.resume(tau)
 
     def observe(self, divergence: float, sequences: int, entropy: float | None, step: int) -> None:
-        """Args:
-        divergence: mean KL divergence of a step's `sequences` from the reference model, per token
-        entropy: mean over the step's groups of the entropy of their weights, in nats; None for
-            other objectives
-        step: steps taken before it
+        """Follow the results of a step.
+
+        Args:
+            divergence: mean KL divergence of its `sequences` from the reference model, per token
+            entropy: mean over its groups of the entropy of their weights, in nats; None for other
+                objectives
+            step: steps taken before it
         """
         self.kl.observe(divergence, sequences)
         if entropy is not None:

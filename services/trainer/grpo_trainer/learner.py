@@ -146,7 +146,7 @@ class Learner:
         return batch if self.reference is None else self.reference.added(batch, self.ranks)
 
     def accumulate_once(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
-        """As `accumulate_gradients`, on this rank."""
+        """Run `accumulate_gradients` with this rank's part."""
         policy, forward = self.part or (self.policy, self.forward)
         return accumulate_gradients(
             policy, batch, objective, step, forward, self.optimizer, self.ranks

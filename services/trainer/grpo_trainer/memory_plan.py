@@ -81,7 +81,7 @@ class MemoryBudget:
 
     @classmethod
     def find(cls, device: str) -> MemoryBudget:
-        """Args: device: the value of --device."""
+        """Measure the memory of the GPU or host. Args: device: the value of --device"""
         is_gpu = torch.cuda.is_available() if device == AUTO_DEVICE else device.startswith("cuda")
         if not is_gpu:
             return cls(False, None, _host_bytes(), TRAINER_ON_CPU, SERVER_ON_CPU)
@@ -114,7 +114,7 @@ class KeptBytes:
 
 
 def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: OptimizerName) -> KeptBytes:
-    """Args: policy: on the meta device"""
+    """Sizes that follow from the shapes of a policy on the meta device."""
     trained = list(trained_parameters(policy).values())
     states = (INITIAL_STATE[optimizer](p.detach()) for p in trained)
     is_one_pass = settings.gradient_accumulation_steps == 1  # several are summed in float32

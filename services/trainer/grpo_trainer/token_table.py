@@ -42,7 +42,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], values: Sequence[TokenValues]) -> TokenTable:
-        """Args: values: [B, T] for each micro-batch, in host memory."""
+        """Take the trained tokens. Args: values: [B, T] for each micro-batch, in host memory"""
         first = 0
         parts = []
         for micro, seen in zip(micro_batches, values, strict=True):
@@ -66,7 +66,7 @@ class TokenTable:
         return len(self.logp)
 
     def where(self, chosen: Tensor) -> TokenTable:
-        """Args: chosen: [N] bool."""
+        """The tokens that are `chosen`: [N] bool."""
         return TokenTable(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     def of_sequences(self, flags: Iterable[bool]) -> Tensor:

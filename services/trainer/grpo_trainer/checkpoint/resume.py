@@ -81,7 +81,7 @@ def restore(
 def require_fit(
     record: StateRecord, policy: CausalLM, settings: TrainerSettings, where: str
 ) -> None:
-    """Args: where: the checkpoint's directory, for the message.
+    """Compare a checkpoint with the run. Args: where: its directory, for the message
 
     Raises:
         StateMismatch: another model, mode, adapter or optimizer; lists every difference.

@@ -35,7 +35,7 @@ class Due:
 
 
 def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
-    """Args: step: steps taken so far; saved_step: the newest checkpoint's step."""
+    """Decide after `step` steps, of which the newest checkpoint includes `saved_step`."""
     interval, is_last = settings.checkpoint_interval, step == settings.steps
     is_whole = settings.lora is None
     stem, final = ("step_", FINAL_MODEL) if is_whole else ("adapter_step_", FINAL_ADAPTER)

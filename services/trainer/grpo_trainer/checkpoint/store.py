@@ -196,7 +196,7 @@ class RngState(_StateFile):
         )
 
     def restore(self) -> None:
-        """Raises ValueError, TypeError or RuntimeError if these are not valid states."""
+        """Set the generators. Raises ValueError, TypeError or RuntimeError for invalid states."""
         mt, python = self.numpy, self.python
         keys = numpy.frombuffer(base64.b64decode(mt.keys, validate=True), dtype="<u4")
         torch.set_rng_state(_tensor(self.torch))

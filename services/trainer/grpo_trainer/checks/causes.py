@@ -92,7 +92,7 @@ class Hypothesis:
 
 
 def all_hypotheses(policy: CausalLM, table: TokenTable, batch: Batch) -> Iterator[Hypothesis]:
-    """Args: table: N tokens of `batch`, sampled by the policy's weights"""
+    """What may explain the differences of N tokens of `batch`, sampled by the policy's weights."""
     yield from shifted_logprobs(table)
     ours, logged = table.logp, table.behaviour_logp
     # For example 1.44, of binary logarithms. A factor far from 1 is no unit, but of nearly constant

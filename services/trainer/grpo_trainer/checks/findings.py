@@ -132,7 +132,7 @@ class RangeWatch:
         self._watches = {healthy.metric: _Watch() for healthy in RANGES}
 
     def look(self, record: Mapping[str, float]) -> None:
-        """Args: record: one step's metrics; metrics that are missing are not checked."""
+        """Check one step's metrics. Those that are missing are not checked."""
         step = int(record["step"])
         for healthy in RANGES:
             value, watch = record.get(healthy.metric), self._watches[healthy.metric]

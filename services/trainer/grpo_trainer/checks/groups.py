@@ -88,10 +88,7 @@ class GroupCheck:
     def findings(
         self, sequences: Sequence[UsableSequence], current: PolicyVersion
     ) -> Iterator[Finding]:
-        """Args:
-        sequences: of one batch
-        current: version of the trainer's weights
-        """
+        """Check the groups of a batch. Args: current: version of the trainer's weights"""
         by_env: defaultdict[int | None, list[UsableSequence]] = defaultdict(list)
         for sequence in sequences:
             by_env[sequence.group.env_id].append(sequence)
@@ -129,7 +126,7 @@ class GroupCheck:
             )
 
     def _seen(self, groups: Iterable[ScoredGroup], best: float | None) -> _Seen:
-        """Args: best: the best score of their batch; None if all are equal"""
+        """Count over groups. Args: best: the best score of their batch; None if all are equal"""
         counts, equal = Counts(), list[float]()
         for group in groups:
             found = self._counts(group, best)

@@ -237,9 +237,11 @@ _PRECISION = (
 
 
 def single_tokens(env_id: int | None, fresh: TokenTable, tolerance: float) -> Iterator[Finding]:
-    """Args:
-    fresh: an environment's trained tokens that exactly the trainer's weights sampled
-    tolerance: for the mean |difference|
+    """Tell of tokens whose difference is far above the tolerance.
+
+    Args:
+        fresh: an environment's trained tokens that exactly the trainer's weights sampled
+        tolerance: for the mean |difference|
     """
     limit = SINGLE_TOKEN_FACTOR * tolerance
     # Logprobs at a temperature below 1 are noisier, as in `Distance`.

@@ -81,10 +81,12 @@ class SamplingCheck:
     def findings(
         self, table: TokenTable, is_logged: Tensor, batch: Batch, current: PolicyVersion
     ) -> Iterator[Finding]:
-        """Args:
-        table: N trained tokens
-        is_logged: [N] whether the behaviour logprobs were logged
-        current: version of the policy's weights
+        """Compare how a batch was sampled with how the policy would have sampled.
+
+        Args:
+            table: N trained tokens
+            is_logged: [N] whether the behaviour logprobs were logged
+            current: version of the policy's weights
         """
         earlier, is_look = self._earlier, current.step % LOOK_EVERY_STEPS == 0
         if is_look:
@@ -170,7 +172,7 @@ def _end_sums(place: Tensor, weight: Tensor) -> Tensor:
 
 
 def _of_ends(env_id: int | None, steps: Iterable[Tensor]) -> Iterator[Finding]:
-    """Args: steps: [3, E] each"""
+    """Sum up [3, E] of each step, and compare tokens beyond the edges with their expectation."""
     beyond, expected, variance = torch.stack([*steps]).sum(0)
     errors = (expected - beyond) / variance.clamp_min(1e-12).sqrt()  # [E]
     is_missing = (errors > STANDARD_ERRORS) & (beyond < MAX_SHARE * expected)

@@ -246,7 +246,7 @@ def _micro_batch(
 def _padded(
     rows: Sequence[Sequence[float]], is_real: Tensor, fill: float, dtype: type[numpy.generic]
 ) -> Tensor:
-    """Args: is_real: [B, T] the places of the values of `rows`"""
+    """[B, T] the values of `rows` where `is_real`, `fill` elsewhere."""
     # torch would take five times as long to read the lists.
     values = torch.from_numpy(numpy.fromiter(chain.from_iterable(rows), dtype))
     return torch.full(is_real.shape, fill, dtype=values.dtype).masked_scatter_(is_real, values)

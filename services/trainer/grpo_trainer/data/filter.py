@@ -328,7 +328,9 @@ class Quarantine:
     def add(
         self, batch_id: int, groups: Sequence[ScoredGroup], step: int, error: GrpoError
     ) -> None:
-        """Args:
+        """Write a batch into quarantine.
+
+        Args:
             groups: as received
             error: why no step could be taken
 

@@ -271,7 +271,7 @@ def _environment(settings: TrainerSettings) -> dict[str, str]:
 
 
 def _visible_gpu(index: int, visible: str | None) -> str:
-    """Args: visible: the GPUs that this process sees, by number or UUID; None means all."""
+    """The GPU as it is named in `visible`: the GPUs that this process sees, or None for all."""
     if visible is None:
         return str(index)
     gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]

@@ -273,7 +273,7 @@ class FileSync(DirectorySync):
             client.close()
 
     def _serve(self, announced: Announcement) -> Reach:
-        """Raises the errors of `Publisher.publish`."""
+        """Announce the version to the servers. Raises the errors of `Publisher.publish`."""
         self._announced = announced.model_copy(
             update={"restarts": self.restarts, "model": self.weights.model_name}
         )

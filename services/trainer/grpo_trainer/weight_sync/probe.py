@@ -50,7 +50,7 @@ class CheckedServer:
         return self.ask(request, lambda: self.bridge.prompt_logprobs(token_ids))
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
-        """Raises the errors of `ask`."""
+        """Sample exactly `max_tokens` tokens at temperature 1. Raises the errors of `ask`."""
         return self.ask(
             f"{max_tokens} sampled tokens after a prompt of {len(prompt_token_ids)} tokens",
             lambda: self.bridge.sample(

@@ -57,7 +57,7 @@ class ServerWatch:
         self._sources: list[str] = []
 
     def announce(self, announced: Announcement, sources: list[str]) -> None:
-        """Raises `TrainerReplaced`, `ServiceUnavailable`."""
+        """Announce the version in Redis. Raises `TrainerReplaced`, `ServiceUnavailable`."""
         self._sources = sources
         self.versions.announce(announced, sources)
         self._announced = announced
