@@ -1,7 +1,8 @@
-"""Digests of the master weights. On a CPU a thread computes them from one update to the next.
+"""Digests of the master weights: of all versions on a CPU, of those that are saved on a GPU.
 
-A step on a GPU takes less time than to copy and hash all weights. So only weights that are saved
-have digests there, computed while the trainer waits for the checkpoint anyway.
+On a CPU a thread computes them from one update to the next. A step on a GPU may take less time than
+copying and hashing all weights, so there they are computed before a checkpoint is written, while no
+step waits.
 """
 
 from __future__ import annotations
