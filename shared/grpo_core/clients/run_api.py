@@ -98,7 +98,7 @@ class TrainerClient(ServiceClient):
         super().__init__(SERVICE, base_url, deadline_s, _REQUEST_TIMEOUT_S, token, HINT)
         self._enrolled: TrainerEnrolled | None = None
         self._last_batch = 0
-        self._ahead: _LeaseAhead | None = None
+        self._ahead: _LeaseAhead | None = None  # requests the batch that `poll` returns next
 
     def close(self) -> None:
         if self._ahead is not None:

@@ -86,7 +86,7 @@ class BatchSource:
         self._cut = cut
         self._clock = clock
         self._environments = EnvironmentWatch(settings.environment_return_deadline_s, clock)
-        self._ahead: _Prepared | None = None
+        self._ahead: _Prepared | None = None  # the batch that `api.poll` returns next
         self._has_named_unused = False
         self._waiting: Deadline | None = None
         self._fresh_data: Deadline | None = None
@@ -145,21 +145,18 @@ class BatchSource:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """The block does not count as waiting: a server that restarts stops environments too."""
+        """The block does not count as waiting: while a server restarts, no environment samples."""
         with suspended(self._waiting), self._environments.suspended():
             yield
 
     def _taken(self, leased: LeasedBatch, step: int) -> Batch | SkippedBatch:
-        prepared, self._ahead = self._ahead, None
-        if prepared is None or prepared.leased is not leased:
-            prepared = self._prepared(leased)
+        prepared, self._ahead = self._ahead or self._prepared(leased), None
         usable, found = self._filtered(prepared, step)
-        self._dropped["repeated"] = 0
+        self._dropped["repeated"] = 0  # counted of this batch alone, not of skipped ones
         self._dropped.update(found)
         if usable:
-            batch = prepared.batch
-            if batch is None or found["stale"]:
-                batch = self.collate(usable)
+            batch = self.collate(usable) if found["stale"] else prepared.batch
+            assert batch is not None, "collated with the usable groups"
             dropped, self._dropped, self._fresh_data = self._dropped, Counter(), None
             return replace(batch, batch_id=leased.id, received=leased.groups, dropped=dropped)
         log.warning(
@@ -187,8 +184,8 @@ class BatchSource:
             self.api.request_ahead(left - 1, self.prepare_ahead)
 
     def prepare_ahead(self, leased: LeasedBatch) -> None:
-        """Prepare the batch that `look` will find next. May run in another thread that ends before
-        that call."""
+        """Prepare the batch that `look` will find next. Runs in the thread of `request_ahead`,
+        which `poll` ends before it returns this batch."""
         self._ahead = self._prepared(leased)
 
     def collate(self, sequences: Sequence[UsableSequence]) -> Batch:
