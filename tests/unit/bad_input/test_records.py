@@ -30,7 +30,7 @@ from grpo_runs.recipe.keys import read_recipe
 from grpo_runs.recipe.translation import translate
 from grpo_runs.report.evaluations import EvaluationsFile
 from grpo_trainer.__main__ import main as trainer
-from grpo_trainer.data.filter import Quarantine
+from grpo_trainer.data.quarantine import Quarantine
 from grpo_vllm.__main__ import main as vllm_api_server
 from tests.support.damage import damaged, damages
 from tests.unit.bad_input.commands import nothing_left, told

@@ -24,8 +24,9 @@ from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, Cut, collate
-from grpo_trainer.data.filter import GroupFilter, Quarantine, VersionHistory, digest
+from grpo_trainer.data.filter import GroupFilter, VersionHistory, digest
 from grpo_trainer.data.groups import GroupLimits, UsableSequence
+from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import DuplicatedBatch, NoEnvironmentLeft, StaleData, UnusableGroup
 
 log = structlog.get_logger()

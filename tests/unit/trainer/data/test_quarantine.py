@@ -24,7 +24,8 @@ from grpo_tiny_model.spec import TinySpec
 from grpo_trainer.coefficients import Tau, coefficients_of
 from grpo_trainer.data.batches import BatchSource, Position
 from grpo_trainer.data.collate import MicroBatch
-from grpo_trainer.data.filter import NO_HISTORY, Quarantine
+from grpo_trainer.data.filter import NO_HISTORY
+from grpo_trainer.data.quarantine import Quarantine
 from grpo_trainer.errors import PolicyDiverged, RolloutMismatch
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.forward import plain_forward
