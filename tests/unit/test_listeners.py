@@ -20,7 +20,7 @@ from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.server import load_server_settings
 from grpo_env.bridges.endpoint import ChatEndpoint
 from grpo_runs.watch.api import watch_app
-from grpo_trainer.weight_sync.directories import WeightSource
+from grpo_trainer.weight_sync.source import WeightSource
 from grpo_vllm.supervisor.main import health_app
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ LISTENERS = {
     "services/run-api/grpo_api/server.py": "run-api",
     # Its public and control port are tested with the engine, in tests/inference/test_bridge.py.
     "services/vllm-server/grpo_vllm/supervisor/host.py": "the inference server",
-    "services/trainer/grpo_trainer/weight_sync/directories.py": "the trainer's weights",
+    "services/trainer/grpo_trainer/weight_sync/source.py": "the trainer's weights",
     "services/runs/grpo_runs/watch/serve.py": "the live page",
     "services/environment/grpo_env/bridges/endpoint.py": "agents: each request needs its key",
     "shared/grpo_core/metrics_port.py": "metrics, for any name, as on every port",

@@ -34,10 +34,11 @@ from grpo_trainer.model.adapter import served_rank
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.base import WeightSync
-from grpo_trainer.weight_sync.directories import VersionDirectories, WeightSource
+from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
 from grpo_trainer.weight_sync.servers import Publisher, ServerWatch
 from grpo_trainer.weight_sync.shared import SharedVllm
+from grpo_trainer.weight_sync.source import WeightSource
 
 log = structlog.get_logger()
 

@@ -30,9 +30,10 @@ from grpo_trainer.model.loading import TrainedWeights, device_to_load_on, import
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.base import Published, Reach
-from grpo_trainer.weight_sync.directories import VersionDirectories, WeightSource
+from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.probe import ServerLeft, ServerProbe
 from grpo_trainer.weight_sync.servers import Publisher, ServedPublication, ServerWatch
+from grpo_trainer.weight_sync.source import WeightSource
 
 log = structlog.get_logger()
 

@@ -23,9 +23,10 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.stop import Stop
 from grpo_trainer.train import open_run, training_steps
-from grpo_trainer.weight_sync.directories import VersionDirectories, WeightSource
+from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
 from grpo_trainer.weight_sync.servers import Publisher, ServerWatch
+from grpo_trainer.weight_sync.source import WeightSource
 from tests.support.forked import forked
 from tests.support.wait import DEADLINE_S
 from tests.unit.trainer.ranks.rank_rig import met

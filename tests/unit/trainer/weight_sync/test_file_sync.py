@@ -34,9 +34,10 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import probe, servers
 from grpo_trainer.weight_sync.base import Incidents
-from grpo_trainer.weight_sync.directories import VersionDirectories, WeightSource
+from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
 from grpo_trainer.weight_sync.servers import Publisher, ServedPublication, ServerWatch
+from grpo_trainer.weight_sync.source import WeightSource
 from tests.support.directories import names
 from tests.support.wait import DEADLINE_S
 from tests.unit.trainer.served_model import ServedModel

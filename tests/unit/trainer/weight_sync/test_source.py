@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from grpo_core.listening import family_and_host
 from grpo_core.security import authorization
 from grpo_trainer.errors import SourcePortTaken
-from grpo_trainer.weight_sync.directories import WeightSource
+from grpo_trainer.weight_sync.source import WeightSource
 
 EVERY_ADDRESS = family_and_host("::")[1]
 KEY = "secret"
