@@ -41,6 +41,8 @@ from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.packed_attention import Flash, enable
 from grpo_trainer.model.packing import PACKED, PADDED
 from grpo_trainer.optim.master_optimizer import build_optimizer
+from grpo_trainer.optim.master_update import Part
+from grpo_trainer.optim.rules import MAP_VALUES
 
 BYTES_PER_S, FLOPS_PER_S = 3.03e12, 790e12
 """Measured on an H100; see the section "GPU: 0.5b" of the results."""
@@ -144,6 +146,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(operator, inputs, [], 0)
         return found
 
+    def kernel(self, part: Part, *_: object) -> None:
+        """Counts what `grpo_trainer.optim.kernel` reads and writes."""
+        state = [tensor for tensor in part.state.values() if tensor.numel() > MAP_VALUES]
+        twice = sum(tensor.nbytes for tensor in (part.master, *state))
+        once = part.gradient.nbytes + (0 if part.staged is None else part.staged.nbytes)
+        kind = self.phases[self.phase].kinds["adamw kernel"]
+        kind.launches += 1
+        kind.bytes += 2 * twice + once
+        kind.seconds += max(KERNEL_S, (2 * twice + once) / BYTES_PER_S)
+
     def _add(self, operator: Any, inputs: list[Tensor], outputs: list[Tensor], flops: int) -> None:
         both = [t for t in (*inputs, *outputs) if t.is_meta]
         places = {(id(t.untyped_storage()), t.storage_offset(), t.numel()): t.nbytes for t in both}
@@ -219,6 +231,7 @@ def traced(step: Step, batch: Batch) -> dict[str, Counts]:
         head = EAGER if step.head == "fused" else None
         forward = FastForward(PACKED if step.layout == "packed" else PADDED, head)
         optimizer = build_optimizer(policy, settings)
+        optimizer.update.kernel = trace.kernel
         for number_ in range(2):
             trace.phases.clear()
             trace.phase = GRADIENTS

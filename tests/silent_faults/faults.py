@@ -218,9 +218,9 @@ def write_only_once(patch: pytest.MonkeyPatch) -> None:
 def rounded_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
     right = MasterUpdate.step
 
-    def rounding(self: MasterUpdate, master: Any, *others: Any) -> None:
-        right(self, master, *others)
-        master.copy_(master.bfloat16())
+    def rounding(self: MasterUpdate, part: Any, *others: Any) -> None:
+        right(self, part, *others)
+        part.master.copy_(part.master.bfloat16())
 
     patch.setattr(MasterUpdate, "step", rounding)
 

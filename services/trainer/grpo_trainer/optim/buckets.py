@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.optim.master_update import MasterUpdate
+from grpo_trainer.optim.master_update import MasterUpdate, Part
 from grpo_trainer.optim.rules import STEP, State, StepOptions
 
 MASTER = "master"
@@ -78,6 +78,7 @@ class Bucket:
             self._edges[-1] = _padded(self._edges[-1], ROW)
         size, device = self._edges[-1], self.parameters[0].device
         self._master = torch.zeros(size, dtype=update.dtype, device=device)
+        self._zeros = self.parameters[0].new_zeros(ROW)
         self.masters = self._views(self._master)
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             master.copy_(parameter.detach())
@@ -125,7 +126,7 @@ class Bucket:
                 left -= len(part)
                 yield part
             if left:
-                yield self._master.new_zeros(left, dtype=self.parameters[0].dtype)
+                yield self._zeros[:left] if left <= ROW else self._zeros.new_zeros(left)
 
     def add_up(self, total: Callable[[Tensor], Tensor], has_gradient: Sequence[bool]) -> None:
         """Add up the gradients of all ranks, in fp32. Args: has_gradient: on any rank"""
@@ -157,20 +158,22 @@ class Bucket:
             return
         if not self._state:
             self._state = self._initial_state()
-        for first, beyond in self._runs():
-            steps = self.steps[first] + 1
-            for master, gradient, state in self._parts(first, beyond):
-                self._update.step(master, gradient, state, steps, options)
-            self.steps[first:beyond] = [steps] * (beyond - first)
-        gradient, dtype = self.gradient, self.parameters[0].dtype
-        self.clear()
+        dtype = self.parameters[0].dtype
         if dtype == self._master.dtype:
             self.staged = None
-        elif dtype == gradient.dtype:
-            self.staged = gradient.copy_(self._master)  # needs no more memory
+        elif dtype == self.gradient.dtype:
+            self.staged = self.gradient  # each weight's result takes the place of its gradient
         else:
-            del gradient
-            self.staged = self._master.to(dtype)
+            self.staged = torch.empty_like(self._master, dtype=dtype)
+        for first, beyond in self._runs():
+            steps = self.steps[first] + 1
+            for part in self._parts(first, beyond):
+                self._update.step(part, steps, options)
+            self.steps[first:beyond] = [steps] * (beyond - first)
+        for position, has in enumerate(self.has_gradient):
+            if not has and self.staged is not None:
+                self.newest()[position].copy_(self.masters[position])
+        self.clear()
 
     def _initial_state(self) -> State:
         weights = self._master if self._rule.is_elementwise else self.masters[0]
@@ -185,16 +188,19 @@ class Bucket:
                 yield first, beyond
             first = beyond
 
-    def _parts(self, first: int, beyond: int) -> Iterator[tuple[Tensor, Tensor, State]]:
-        """Master weights, gradients and state of neighbours, in parts of limited size."""
+    def _parts(self, first: int, beyond: int) -> Iterator[Part]:
+        """Neighbours, in parts of limited size."""
         assert self.gradient is not None
         if not self._rule.is_elementwise:
-            yield self.masters[0], self._views(self.gradient)[0], self._state
+            staged = None if self.staged is None else self.newest()[0]
+            yield Part(self.masters[0], self._views(self.gradient)[0], self._state, staged)
             return
         most = PART_ELEMENTS if self._master.device.type == "cpu" else BUCKET_ELEMENTS
         for start in range(self._edges[first], self._edges[beyond], most):
             end = min(start + most, self._edges[beyond])
-            yield self._master[start:end], self.gradient[start:end], self._state_at(start, end)
+            staged = None if self.staged is None else self.staged[start:end]
+            master, gradient = self._master[start:end], self.gradient[start:end]
+            yield Part(master, gradient, self._state_at(start, end), staged)
 
     def _state_at(self, start: int, end: int) -> State:
         spans = self._rule.spans

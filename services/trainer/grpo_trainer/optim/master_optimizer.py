@@ -62,8 +62,8 @@ class MasterOptimizer:
     ) -> None:
         whole = list(parameters)
         self._shapes = [p.shape for p in whole]
-        self._update = update or MasterUpdate(AdamW32())
-        self.buckets = buckets_of(whole, weight_decay, self._update)
+        self.update = update or MasterUpdate(AdamW32())
+        self.buckets = buckets_of(whole, weight_decay, self.update)
         self._parameters = in_order(self.buckets, lambda bucket: bucket.parameters)
         self.masters = in_order(self.buckets, lambda bucket: bucket.masters)
         self.gradients = Gradients(self.buckets, total)
@@ -106,9 +106,9 @@ class MasterOptimizer:
         # In fp32, as in `torch.nn.utils.clip_grad_norm_`.
         clip_factor = torch.clamp(self._max_grad_norm / (torch.tensor(norm) + 1e-6), max=1.0)
         lr, scale = self.learning_rate(step), float(clip_factor) / self._scale
-        self._update.begin_step(step)
+        self.update.begin_step(step)
         # Stochastic rounding leaves most weights as they were: the mean is right.
-        watches = lr > 0 and self._update.rounding is None
+        watches = lr > 0 and self.update.rounding is None
         self._watch = _UpdateWatch(self.masters, self.gradients.tensors, lr) if watches else None
         for bucket in self.buckets:
             bucket.step(StepOptions(lr, bucket.weight_decay, scale, self._adam))
@@ -137,12 +137,12 @@ class MasterOptimizer:
 
     def state_bytes(self) -> int:
         """Size of what `tensors` returns once every parameter has taken a step."""
-        whole = [torch.empty(s, dtype=self._update.dtype, device="meta") for s in self._shapes]
+        whole = [torch.empty(s, dtype=self.update.dtype, device="meta") for s in self._shapes]
         return sum(t.nbytes for master in whole for t in self._kinds(master).values())
 
     def _kinds(self, master: Tensor) -> State:
         """The tensors of one parameter after a step, by kind. Args: master: whole"""
-        rule = self._update.rule
+        rule = self.update.rule
         state = rule.initial_state(master, rule.kind_of(master))
         return {MASTER: master, STEP: torch.zeros(()), **state}
 

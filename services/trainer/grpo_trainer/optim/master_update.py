@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -41,6 +41,28 @@ CHUNK_ELEMENTS = 1 << 24
 """Number of weights rounded at a time; needs three times 64 MiB beside the weights."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """Weights that are updated together, as views: all of one tensor, or some of a flat one.
+
+    Args:
+        master: their master weights, contiguous
+        gradient: of any floating type; may be overwritten
+        state: of the rule
+        staged: where to round the new weights to the parameters' type; may be the gradient. None:
+            they have that type
+    """
+
+    master: Tensor
+    gradient: Tensor
+    state: State
+    staged: Tensor | None = None
+
+
+Kernel = Callable[[Part, int, StepOptions, int | None], None]
+"""Args: the part; the step, counted from 1; the options; a seed for stochastic rounding"""
+
+
 @dataclass(eq=False)
 class MasterUpdate:
     """Updates master weights of one data type.
@@ -56,38 +78,43 @@ class MasterUpdate:
     Args:
         dtype: float32 or bfloat16
         rounding: how to round to bfloat16; None: to the nearest
+        kernel: does all of it at once; None: some passes over the weights around the rule's
     """
 
     rule: UpdateRule
     dtype: torch.dtype = torch.float32
     rounding: StochasticRounding | None = None
+    kernel: Kernel | None = None
 
     def begin_step(self, step: int) -> None:
         """Prepare for the step with this index, counted from 0."""
         if self.rounding is not None:
             self.rounding.begin_step(step)
 
-    def step(
-        self, master: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
-    ) -> None:
-        """Update master weights in place. Args: step: counted from 1"""
+    def step(self, part: Part, step: int, options: StepOptions) -> None:
+        """Update master weights in place, and stage them. Args: step: counted from 1"""
+        if self.kernel is not None:
+            seed = None if self.rounding is None else self.rounding.next_seed()
+            self.kernel(part, step, options, seed)
+            return
+        master = part.master
         wide = master.float()  # no copy if they are fp32
-        self._update(wide, gradient, state, step, options)
+        self._update(wide, part, step, options)
         if self.rounding is not None:
             self.rounding.round_into(master, wide)
         elif wide is not master:
             master.copy_(wide)
+        if part.staged is not None:
+            part.staged.copy_(master)
 
-    def _update(
-        self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
-    ) -> None:
+    def _update(self, weights: Tensor, part: Part, step: int, options: StepOptions) -> None:
         """Args: weights: fp32, changed in place."""
         decay = options.lr * options.weight_decay
         if decay == 0:
-            self.rule.update(weights, gradient, state, step, options)
+            self.rule.update(weights, part.gradient, part.state, step, options)
             return
         change = torch.zeros_like(weights)
-        self.rule.update(change, gradient, state, step, options)
+        self.rule.update(change, part.gradient, part.state, step, options)
         weights.add_(change.sub_(weights, alpha=decay))
 
 
@@ -105,7 +132,12 @@ class StochasticRounding:
 
     def begin_step(self, step: int) -> None:
         # Use a hash, so that neighbouring seeds and steps give unrelated random numbers.
-        self._generator.manual_seed(random.Random(f"{self._seed}/{step}").getrandbits(63))
+        self._seeds = random.Random(f"{self._seed}/{step}")
+        self._generator.manual_seed(self._seeds.getrandbits(63))
+
+    def next_seed(self) -> int:
+        """A seed for another generator, below 2^31: a new one with each call of a step."""
+        return self._seeds.getrandbits(31)
 
     def round_into(self, target: Tensor, wide: Tensor) -> None:
         """Args: target: bf16; wide: fp32 of the same shape; both contiguous."""
@@ -134,10 +166,28 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
     """
     device = parameters[0].device
     rule = _rule(settings.optimizer_on(device.type), device)
+    kernel = _kernel(rule, device) if device.type == "cuda" else None
     if settings.master_dtype == "float32":
-        return MasterUpdate(rule)
+        return MasterUpdate(rule, kernel=kernel)
     _require_bfloat16(parameters)
-    return MasterUpdate(rule, torch.bfloat16, _rounding(settings, device))
+    return MasterUpdate(rule, torch.bfloat16, _rounding(settings, device), kernel)
+
+
+def _kernel(rule: UpdateRule, device: torch.device) -> Kernel | None:
+    """One kernel for all of the update, if it gives the rule's results."""
+    if not rule.is_elementwise:
+        return None
+    try:
+        from grpo_trainer.optim import kernel
+    except ImportError as error:
+        why = f"{error}; Triton comes with torch's builds for CUDA"
+    else:
+        if not (why := kernel.difference(rule, device)):
+            return kernel.update
+    log.warning(
+        "optimizer.slower", reason=why, hint="weight decay and rounding are passes of their own"
+    )
+    return None
 
 
 def _rule(name: OptimizerName, device: torch.device) -> UpdateRule:

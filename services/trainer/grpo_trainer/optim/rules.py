@@ -108,8 +108,8 @@ class AdamW32(UpdateRule):
     thousand, and bf16 resolves four.
     """
 
-    alignment = 16
-    """torch's kernel for CPUs rounds the last few of a tensor otherwise."""
+    alignment = BLOCK
+    """Of `kernel`. torch's kernel for CPUs needs 16, or rounds the last few otherwise."""
     spans: Mapping[str, int] = {EXP_AVG: 1, EXP_AVG_SQ: 1}
 
     def initial_state(self, weights: Tensor, kind: Hashable = None) -> State:  # noqa: ARG002

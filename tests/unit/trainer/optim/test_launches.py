@@ -36,20 +36,20 @@ def test_the_optimizers_launches_do_not_grow_with_the_number_of_parameters(
 ) -> None:
     """It has 146 parameters in two buckets: with and without weight decay."""
     _, _, phases = step
-    assert phases[OPTIMIZER].total("launches") <= 22
+    assert phases[OPTIMIZER].total("launches") <= 9
     assert phases[WRITE].total("launches") <= 12  # one for 16 parameters
 
 
-def test_the_optimizer_reads_and_writes_each_number_a_few_times(
+def test_the_optimizer_reads_and_writes_each_number_once(
     step: tuple[ModelShape, int, dict[str, Counts]],
 ) -> None:
-    """At best: gradient 2 bytes, master weights and both moments 4 each, read and written, and the
+    """The gradient has 2 bytes, master weights and both moments 4 each, read and written, and the
     staging copy 2."""
     shape, _, phases = step
     attention = 2 * shape.hidden * (shape.hidden + shape.kv_width) + shape.hidden
     layer = attention + 2 * shape.kv_width + 3 * shape.hidden * shape.intermediate
     weights = LAYERS * (layer + 2 * shape.hidden) + shape.hidden * (shape.vocabulary + 1)
-    assert phases[OPTIMIZER].total("bytes") / weights < 2.1 * (2 + 3 * 8 + 2)
+    assert phases[OPTIMIZER].total("bytes") / weights < 1.1 * (2 + 3 * 8 + 2)  # norms are padded
 
 
 def test_a_layer_launches_no_more_than_it_did(
