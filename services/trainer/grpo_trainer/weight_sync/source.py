@@ -1,5 +1,4 @@
-"""Serves the directories of published weights over HTTP to servers that do not see the trainer's
-disk:
+"""Serves published weights over HTTP, for servers that do not see the trainer's disk.
 
     GET /weights/<epoch>-<step>/<file>     with `Range`, and with the server's API key if it has one
 """
