@@ -112,7 +112,8 @@ ROWS: dict[str, Sequence[Panel]] = {
             "s",
             stacked=True,
         ),
-        Panel("Tokens per second, trained", _of("throughput/tokens_per_s")),
+        Panel("Tokens per second, trained", _of("throughput/tokens_per_s", "train/tokens_per_s")),
+        Panel("Share of the device's rate (MFU)", _of("train/mfu"), "percentunit"),
         Panel(
             "Tokens per second, sampled",
             [Line("rate(vllm:generation_tokens_total{$}[1m])", "{{instance}}")],

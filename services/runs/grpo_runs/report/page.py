@@ -13,7 +13,7 @@ from grpo_core.rollouts.page.token_texts import TokenTexts
 from grpo_core.rollouts.page.write import write_page
 from grpo_core.settings.sources import read_file
 from grpo_runs.report.evaluations import Evaluations
-from grpo_runs.report.steps import pool_curves
+from grpo_runs.report.steps import pool_curves, speed_text
 from grpo_runs.report.summary import ends_of, warnings_text
 from grpo_runs.run_directory import RunDirectory, options_in
 from grpo_runs.watch.logs import ServiceLogs
@@ -74,7 +74,9 @@ def write_report(
         () if rollouts is None else read_steps(rollouts),
         curves | evaluations.curves | pool_curves(run.curricula),
         texts,
-        facts_of(run, config, curves, evaluations) | ({warnings: told} if told else {}),
+        facts_of(run, config, curves, evaluations)
+        | ({"Training speed": speed} if (speed := speed_text(log.newest)) else {})
+        | ({warnings: told} if told else {}),
         intervals=evaluations.intervals,
         special=texts.special if texts else (),
     )

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from grpo_core.curriculum import POOLS_FILE
 from grpo_core.errors import ProtocolViolation, problems_of
-from grpo_core.rollouts.page.encode import Point
+from grpo_core.rollouts.page.encode import MFU, Point
 from grpo_runs.watch.followed_file import FollowedFile
 
 Record = TypeVar("Record")
@@ -96,6 +96,19 @@ def numbers_of(line: str | bytes) -> dict[str, float]:
     if "step" not in found:
         raise ValueError("expected the key step")
     return found
+
+
+def speed_text(numbers: Mapping[str, float]) -> str | None:
+    """`5,120 tokens/s, MFU 41 % of the 790 TFLOP/s measured`; None if a step has no such metrics.
+
+    Args: numbers: metrics of a step
+    """
+    if MFU not in numbers:
+        return None
+    return (
+        f"{numbers['train/tokens_per_s']:,.0f} tokens/s, MFU {100 * numbers[MFU]:.3g} % of the "
+        f"{numbers['train/device_tflops']:.3g} TFLOP/s measured"
+    )
 
 
 def pool_curves(directory: Path) -> dict[str, list[Point]]:

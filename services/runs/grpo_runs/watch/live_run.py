@@ -28,7 +28,7 @@ from grpo_runs.measures import MeasuresReader
 from grpo_runs.process.stack import LAUNCHER
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.page import config_of
-from grpo_runs.report.steps import numbers_of, pool_curves
+from grpo_runs.report.steps import numbers_of, pool_curves, speed_text
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.watch.followed_file import FollowedFile
 from grpo_runs.watch.logs import DROPPED, SENT, ServiceLogs, Warned
@@ -203,6 +203,7 @@ class LiveRun:
             "queue": api["queue"],
             "staleness": record.get("staleness/mean"),
             "tokens_per_s": record.get("throughput/tokens_per_s"),
+            "training_speed": speed_text(record),
             "eta_s": eta,
             "eta_text": None if eta is None else f"about {duration(eta)} left",
             "warnings": [asdict(one) for one in self._logs.warnings.values()]

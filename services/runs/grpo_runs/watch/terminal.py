@@ -29,7 +29,7 @@ from grpo_runs.watch.api import curves_of
 from grpo_runs.watch.live_run import LiveRun, duration
 from grpo_runs.watch.metrics_log import LOSS
 
-HEADINGS = 8  # lines: those of the run, of the numbers, curves and warnings, and a spare one
+HEADINGS = 9  # lines: those of the run, two of the numbers, curves and warnings, and a spare one
 EVERY_S = 1.0
 POLL_S = 0.1
 BARS = "▁▂▃▄▅▆▇█"
@@ -172,7 +172,9 @@ def _times(state: Mapping[str, Any], longest_bar: int) -> RenderableType:
 def _numbers(state: Mapping[str, Any]) -> str:
     found = {"tokens per second": state["tokens_per_s"], "staleness": state["staleness"]}
     found |= {name.replace("_", " "): value for name, value in (state["queue"] or {}).items()}
-    return ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
+    numbers = (f"{name} {value:.4g}" for name, value in found.items() if value is not None)
+    speed = state["training_speed"]
+    return ", ".join(numbers) + (f"\ntraining {speed}" if speed else "")
 
 
 def _curves(curves: Sequence[Mapping[str, Any]], width: int) -> RenderableType:

@@ -186,6 +186,7 @@ LENGTH = "rollout/completion_tokens_mean"
 ALIGNMENT = "alignment/diff_abs_mean"
 STALENESS = "staleness/mean"
 EVALUATION = "eval/"
+MFU = "train/mfu"
 
 TITLES: Mapping[str, tuple[str, str]] = {
     REWARD: ("Mean reward", ""),
@@ -195,6 +196,8 @@ TITLES: Mapping[str, tuple[str, str]] = {
     STALENESS: ("Staleness", "steps"),
     "policy/entropy": ("Entropy", "nats"),
     "distill/reverse_kl": ("Divergence from the teacher", "nats"),
+    "train/tokens_per_s": ("Training speed", "tokens/s"),
+    MFU: ("Share of the device's measured rate (MFU)", ""),
 }
 """Title and unit of a metric, in the order of the page."""
 

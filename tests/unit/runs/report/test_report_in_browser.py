@@ -15,7 +15,7 @@ from grpo_core.rollouts.record import RolloutRecord
 from grpo_runs.report.page import write_report
 from grpo_runs.run_directory import RunDirectory
 from tests.support.conversations import TOKENIZER, conversation, group
-from tests.unit.runs.records import evaluation, metrics_line
+from tests.unit.runs.records import SPEED, evaluation, metrics_line
 
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 LONG = "0123456789" * 10_000
@@ -120,6 +120,7 @@ def test_facts_and_curves(page: Page) -> None:
         **{"Run": "first run", "Mode": "lora_only", "Model": "tiny model", "Seed": "3"},
         **{"Steps": "40", "Reward": "0.250 (first 4 steps) → 3.850 (last 4 steps)"},
         "Pass@1 on sums": "0.25 (0.12 to 0.38) → 0.75 (0.62 to 0.88)",
+        "Training speed": SPEED,
     }
     curves = page.locator("figure")
     curves.first.locator(".name").evaluate("name => name.textContent = 'Mean reward '.repeat(9)")
@@ -134,6 +135,8 @@ def test_facts_and_curves(page: Page) -> None:
         "Logprob difference",
         "Clipped fraction",
         "Staleness",
+        "Training speed",
+        "Share of the device's measured rate (MFU)",
     ]
     reward, evaluation = curves.nth(0), curves.nth(1)
     expect(reward.locator(".value")).to_have_text("4")
@@ -268,6 +271,6 @@ def test_a_run_without_rollouts_has_curves(
     shutil.copy(run.metrics, other.metrics)
     page = browser.new_page()
     page.goto(write_report(other).as_uri())
-    expect(page.locator("figure")).to_have_count(4)
+    expect(page.locator("figure")).to_have_count(6)
     expect(page.locator("#rollouts-section")).to_be_hidden()
     page.close()

@@ -16,6 +16,7 @@ from grpo_core.rollouts.files import write_step
 from grpo_core.rollouts.record import RolloutRecord, printable
 from grpo_runs.process.records import ProcessRecords
 from tests.support.conversations import group
+from tests.unit.runs.records import SPEED
 from tests.unit.runs.watch.written_runs import HOUR_S, WrittenRun, served
 
 Runs = dict[str, WrittenRun]
@@ -117,7 +118,9 @@ def test_what_a_run_does_is_told_in_words(browser: Browser, tmp_path: Path) -> N
         times = panel.get_by_role("table", name="Time of a step of mine").get_by_role("row")
         expect(times.nth(2)).to_have_text("train0.6 s0.6 s")
         expect(times.last).to_have_text("together0.95 s0.95 s")
-        expect(panel).to_contain_text(re.compile("Tokens per second1.23 k.*Queuenot known"))
+        expect(panel).to_contain_text(
+            re.compile(f"Tokens per second1.23 kTraining speed{SPEED}.*Queuenot known")
+        )
         alert = re.compile(
             "Alert: The trainer has finished no step for 15 minutes. since .*look at"
         )

@@ -44,6 +44,7 @@ def test_one_screen(tmp_path: Path, width: int, height: int) -> None:
     assert "training, step 10 of 40, about 45 s left" in " ".join(shown.split())
     assert "trainer  training  30 s" in " ".join(shown.split("\n")).replace("   ", "  ")
     assert "Mean reward" in shown
+    assert "training 3,086 tokens/s, MFU 41.2 %" in shown
     assert "metric.out_of_range metric=[bold]" in " ".join(shown.split())
     assert "train/loss" in shown
     lines = shown.splitlines()

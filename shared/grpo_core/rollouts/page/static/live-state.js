@@ -116,10 +116,11 @@ class RunPanel {
       ]));
   }
 
-  _showData({ queue, staleness, tokens_per_s: speed }) {
+  _showData({ queue, staleness, tokens_per_s: speed, training_speed: training }) {
     const told = (value, unit) => (value === null || value === undefined ? UNKNOWN : `${short(value)}${unit}`);
     const rows = [
       ["Tokens per second", told(speed, "")],
+      ...(training ? [["Training speed", training]] : []),
       ["Staleness", told(staleness, " steps")],
       ...Object.entries(queue ?? {}).map(([name, value]) => [
         sentence(name.replace(SECONDS, "").replaceAll("_", " ")), SECONDS.test(name) ? duration(value) : told(value, ""),
