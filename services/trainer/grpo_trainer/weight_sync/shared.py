@@ -154,10 +154,10 @@ class SharedVllm(CheckedServer):
         self.weights.wait_until_written()  # a GPU finishes the step before the pause begins
         version = self._publish(step)
         seconds = time.monotonic() - started
-        return Published(version, seconds, alignment=self._checked(step))
+        return Published(version, seconds, alignment=self._check_if_due(step))
 
-    def _checked(self, step: int) -> Alignment | None:
-        """None if no check is due."""
+    def _check_if_due(self, step: int) -> Alignment | None:
+        """Check the server. None if no check is due."""
         if self._check is None or (step > 1 and step % self._verify_every_steps):
             return None
         require_written(self._optimizer, step - 1)

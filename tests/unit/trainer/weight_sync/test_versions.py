@@ -188,7 +188,7 @@ def test_the_first_update_and_every_third_are_checked_and_must_be_written() -> N
         sync._check = SimpleNamespace(require=lambda _version, label: label)
         sync._optimizer = SimpleNamespace(masters=[0], unwritten_parameters=lambda: 0)
         labels = [f"After step {step - 1}" if step in (1, 3, 6) else None for step in range(1, 8)]
-        assert [sync._checked(step) for step in range(1, 8)] == labels
+        assert [sync._check_if_due(step) for step in range(1, 8)] == labels
         sync._optimizer.unwritten_parameters = lambda: 1
         with pytest.raises(ServedWeightsDiffer, match="After step 2, 1 of 1 parameters"):
-            sync._checked(3)
+            sync._check_if_due(3)
