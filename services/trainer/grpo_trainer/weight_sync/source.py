@@ -1,6 +1,8 @@
 """Serves published weights over HTTP, for servers that do not see the trainer's disk.
 
-    GET /weights/<epoch>-<step>/<file>     with `Range`, and with the server's API key if it has one
+The route, with `Range`, and with the server's API key if it has one:
+
+    GET /weights/<epoch>-<step>/<file>
 """
 
 from __future__ import annotations
