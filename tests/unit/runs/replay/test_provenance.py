@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from grpo_core.errors import BrokenProvenance
-from grpo_core.provenance.chain import Provenance
+from grpo_core.provenance.chain import Provenance, chain_of
 from grpo_core.provenance.records import text_of
 from grpo_core.provenance.verify import verify
-from grpo_core.rollouts.files import steps_in, write_lines
+from grpo_core.rollouts.files import read_step, steps_in, write_lines
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.replay.provenance import main as command
 from grpo_trainer.checkpoint.store import StateStore
@@ -81,6 +82,13 @@ def test_what_was_compared_without_digests_is_counted(
     passes, said = replay(run, step=2)
     assert not passes
     assert "weights        not recorded" in said
+
+
+def test_a_chain_says_which_weights_have_no_digest(gpu_run: Path) -> None:
+    record = next(iter(read_step(gpu_run / "rollouts", 4)))
+    sampled = replace(record, versions=[[1, 2], [1, 2]])
+    lines = chain_of(Provenance.of(gpu_run), sampled)
+    assert lines[2] == "version 1.2: weights without a digest"
 
 
 def test_a_checkpoint_without_a_recorded_digest_is_named(gpu_run: Path, tmp_path: Path) -> None:
