@@ -202,7 +202,9 @@ def build_learner(policy: CausalLM, settings: TrainerSettings, ranks: Ranks) -> 
     its part. Raises the errors of `build_optimizer` and `build_reference`."""
     if settings.trained_layers is not None:
         train_only(policy, settings.trained_layers)
-    forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
+    # --fsdp excludes --compile.
+    options = settings.model_copy(update={"compile": False}) if settings.fsdp else settings
+    forward = build_forward_pass(policy, options, differentiates_entropy=settings.entropy_coef > 0)
     reference = build_reference(policy, forward, settings)
     if ranks.count == 1:
         optimizer = build_optimizer(policy, settings)

@@ -63,10 +63,11 @@ class ForwardOptions(BaseModel):
         description="Compute logprobs with a fused head, which never holds the logits of all tokens"
         " in memory at once. auto: on if the model supports the fused head",
     )
-    compile: bool = Field(
-        False,
+    compile: Annotated[bool | None, Shown(default="off; on a GPU on")] = Field(
+        None,
         description="Compile the model's layers with torch.compile, which needs a C++ compiler "
-        "for a CPU and a C compiler for a GPU",
+        "for a CPU, and Triton and a C compiler for a GPU. On a GPU it is on by default if the "
+        "compiler and the model allow it, and off with --fsdp",
     )
     gradient_checkpointing: bool = Field(
         False,

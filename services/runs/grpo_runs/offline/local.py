@@ -24,6 +24,7 @@ from grpo_trainer.model.policy import (
     device_of,
     end_tokens_of,
     require_known,
+    uncompiled,
     vocabulary_of,
 )
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -92,7 +93,11 @@ class LocalGeneration:
         most = LOGITS_AT_ONCE // (max_tokens * vocabulary_of(self._policy))
         at_once = 1 if stop else max(1, most)
         parts = [min(at_once, n - start) for start in range(0, n, at_once)]
-        with self._random_numbers(prompt_token_ids), self._without_the_models_defaults():
+        with (
+            self._random_numbers(prompt_token_ids),
+            self._without_the_models_defaults(),
+            uncompiled(),
+        ):
             found = [
                 self._sampled(prompt_token_ids, part, max_tokens, temperature, stop, chosen)
                 for part in parts

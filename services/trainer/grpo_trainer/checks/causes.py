@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_trainer.checks.served_weights import MISMATCH
 from grpo_trainer.data.collate import Batch, by_length
 from grpo_trainer.model.adapter import without_dropout
-from grpo_trainer.model.policy import CausalLM, device_of
+from grpo_trainer.model.policy import CausalLM, device_of, uncompiled
 from grpo_trainer.token_table import MIN_TOKENS, Distance, TokenTable, mean_distance
 
 _SEARCH_RATIOS = tuple(1.25 ** (5.0**-k) for k in range(4))
@@ -239,7 +239,7 @@ def logits_of(policy: CausalLM, table: TokenTable, batch: Batch) -> Tensor:
     device = device_of(policy)
     sequences = _sequences(table, batch)
     logits: dict[int, Tensor] = {}  # by index of the sequence
-    with without_dropout(policy):
+    with without_dropout(policy), uncompiled():
         for part in by_length([tokens[:-1].tolist() for tokens, _ in sequences], PASS_TOKENS):
             rows = pad_sequence([sequences[i][0][:-1] for i in part], batch_first=True)
             answers = policy(input_ids=rows.to(device), use_cache=False).logits  # [B, T, V]

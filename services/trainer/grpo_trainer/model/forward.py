@@ -8,6 +8,7 @@ Legend: B sequences, T positions after the causal shift, K positions that are tr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -33,11 +34,13 @@ from grpo_trainer.model.packing import PACKED, PADDED, Layout
 from grpo_trainer.model.policy import (
     CausalLM,
     base_model,
+    compile_choice,
     compile_layers,
     device_of,
+    missing_compiler,
     prepare_recomputing,
     recomputing,
-    require_compiler,
+    undo_compiling,
     vocabulary_of,
 )
 
@@ -142,46 +145,64 @@ def build_forward_pass(
         FastPathRefused: the model does not support a way that was explicitly requested.
         MissingPackage: there is no compiler.
     """
-    if options.compile:
-        require_compiler(device_of(policy))
+    device_type = device_of(policy).type
+    compiling = compile_choice(options.compile, device_type, missing_compiler(device_type))
     probe = _Probe(policy)
     _try_onednn(base_model(policy), probe)
     is_packed = is_enabled("packing", options.packing, lambda: _enable_packing(policy, probe))
     is_fused = is_enabled(
         "fused-head", options.fused_head, lambda: _probe_fused_head(policy, probe)
     )
-    # Compiled code is tested at the end.
-    arithmetic = HeadArithmetic.compiled() if options.compile else EAGER
     forward = FastForward(
         PACKED if is_packed else PADDED,
-        arithmetic if is_fused else None,
+        EAGER if is_fused else None,
         differentiates_entropy,
     )
     if options.gradient_checkpointing:
         prepare_recomputing(base_model(policy))
         forward = replace(forward, recomputes=True)
-        probe.differentiate(forward)  # nothing is recomputed without a gradient
-        _require_unchanged("--gradient-checkpointing", "recomputed layers", probe, forward)
-    if options.compile:
-        compile_layers(base_model(policy))
-        # Errors of the compiler, or wrong results, must appear now and not in the first step.
-        probe.differentiate(forward)
-        _require_unchanged("--compile", "torch.compile", probe, forward)
+        try:
+            # Nothing is recomputed without a gradient.
+            probe.require_equal(forward, "recomputed layers", differentiates=True)
+        except FastPathRefused as refusal:
+            option = "--gradient-checkpointing"
+            raise FastPathRefused(f"{option}: {refusal}; omit {option}") from refusal
+    start = time.perf_counter()
+    compiled = None if compiling == "off" else _compiled(policy, forward, probe, compiling)
+    seconds = {"compile_seconds": round(time.perf_counter() - start, 1)} if compiled else {}
     log.info(
         "forward.chosen",
         packed=is_packed,
         fused_head=is_fused,
-        compiled=options.compile,
+        compiled=compiled is not None,
         gradient_checkpointing=options.gradient_checkpointing,
+        **seconds,
     )
-    return forward
+    return compiled or forward
 
 
-def _require_unchanged(option: str, way: str, probe: _Probe, forward: ForwardPass) -> None:
+def _compiled(
+    policy: CausalLM, forward: FastForward, probe: _Probe, choice: Choice
+) -> FastForward | None:
+    """None: compiled code was refused, and the layers are as they were.
+
+    Raises:
+        FastPathRefused: it was explicitly requested.
+    """
+    model = base_model(policy)
+    compiled = replace(forward, head=forward.head and HeadArithmetic.compiled())
     try:
-        probe.require_equal(forward, way)
+        compile_layers(model)
+        # Errors of the compiler, or wrong results, must appear now and not in the first step.
+        probe.require_equal(compiled, "torch.compile", differentiates=True)
     except FastPathRefused as refusal:
-        raise FastPathRefused(f"{option}: {refusal}; omit {option}") from refusal
+        undo_compiling(model)
+        if choice == "on":
+            raise FastPathRefused(f"--compile: {refusal}; omit --compile") from refusal
+        reason = " ".join(str(refusal).split())  # a compiler's message has many lines
+        log.warning("fast_path.refused", option="--compile", reason=reason)
+        return None
+    return compiled
 
 
 def is_enabled(option: str, choice: Choice, enable: Callable[[], None]) -> bool:
@@ -252,10 +273,12 @@ class _Probe:
         self._expected = self._logprobs(plain_forward)
         self._tolerance = tolerance_of(policy)
 
-    def require_equal(self, forward: ForwardPass, way: str) -> None:
-        """Raises `FastPathRefused` if `forward` fails, or differs by more than rounding. `way`
-        names what `forward` tests, for the message."""
+    def require_equal(self, forward: ForwardPass, way: str, differentiates: bool = False) -> None:
+        """Raises `FastPathRefused` if `forward`, or with `differentiates` its backward pass, fails,
+        or if its logprobs differ by more than rounding. `way` names what it tests."""
         try:
+            if differentiates:
+                self._differentiate(forward)
             found = self._logprobs(forward)
         except torch.OutOfMemoryError:
             raise
@@ -271,7 +294,7 @@ class _Probe:
                 f"{way} differ by {off:.2g} on average (tolerance {self._tolerance:g})"
             )
 
-    def differentiate(self, forward: ForwardPass) -> None:
+    def _differentiate(self, forward: ForwardPass) -> None:
         """Run a backward pass through all layers. It stores no gradient and calls no hook."""
         first = next(p for p in self._policy.parameters() if p.requires_grad)
         torch.autograd.grad(forward(self._policy, self._micro).logp.sum(), first)

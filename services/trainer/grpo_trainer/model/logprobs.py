@@ -18,6 +18,7 @@ from grpo_trainer.model.policy import (
     base_model,
     device_of,
     text_config_of,
+    uncompiled,
     vocabulary_of,
 )
 from grpo_trainer.ranks import Ranks
@@ -60,7 +61,8 @@ def token_values(
         targets: [B, T] the tokens one position later
         temperature: [B]
     """
-    logits = policy(input_ids=inputs, use_cache=False).logits  # [B, T, V]
+    with uncompiled():
+        logits = policy(input_ids=inputs, use_cache=False).logits  # [B, T, V]
     return values_of(logits.float() / temperature.view(-1, 1, 1), targets)
 
 
@@ -154,7 +156,9 @@ def sampled_tokens(policy: CausalLM, length: int = PROBE_LENGTH) -> list[int]:
     tokens = torch.zeros(1, length, dtype=torch.long, device=device)
     tokens[0, 0] = probe_tokens(vocabulary_of(policy), 1)[0]
     for position in range(1, length):
-        logits = policy(input_ids=tokens, use_cache=False).logits[0, position - 1].float().cpu()
+        with uncompiled():
+            answer = policy(input_ids=tokens, use_cache=False).logits  # [1, T, V]
+        logits = answer[0, position - 1].float().cpu()
         noise = torch.empty_like(logits).exponential_(generator=generator)
         tokens[0, position] = (logits - noise.log()).argmax()  # sampling by the Gumbel-max trick
     found: list[int] = tokens[0].tolist()

@@ -4,20 +4,25 @@ which may be frozen, recomputed in the backward pass, or compiled."""
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
+import structlog
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.trainer import Choice, TrainerSettings
 from grpo_trainer.data.groups import GroupLimits
 from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
+
+log = structlog.get_logger()
 
 CHUNK_ELEMENTS = 1 << 24
 """Elements that are summed at a time: the sum may need a copy in 64 bits."""
@@ -28,6 +33,8 @@ _LISTS = ("layers", "h")
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
 """For each type of device: the variable that names a compiler, and the names to look for without
 it. On a GPU, Triton compiles kernels, and a C compiler compiles the code that launches them."""
+_COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
+"""The variable that names torch's directory for compiled code."""
 
 
 class CausalOutput(Protocol):
@@ -241,19 +248,42 @@ def _checkpointed(run: partial[Tensor], *inputs: Tensor) -> Tensor:
     return checkpoint(run, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def require_compiler(device: torch.device) -> None:
-    """Raises `MissingPackage` if torch.compile would fail in the first step."""
-    variable, *names = _COMPILERS[device.type]
+def missing_compiler(device_type: str) -> str | None:
+    """What torch.compile needs on a device of this type and does not find; None if it finds all."""
+    variable, *names = _COMPILERS[device_type]
     candidates = [os.environ[variable]] if os.environ.get(variable) else names
     if not any(shutil.which(name) for name in candidates):
-        raise MissingPackage(
-            f"--compile needs a compiler on {device.type}, but there is no "
-            f"{' or '.join(candidates)}: run apt-get install build-essential, name a compiler "
-            f"in ${variable}, or omit --compile"
+        return (
+            f"a compiler on {device_type}, but there is no {' or '.join(candidates)}: run apt-get "
+            f"install build-essential, name a compiler in ${variable}"
         )
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton on cuda, but it is not installed: run pip install triton"
+    return None
 
 
-def compile_layers(model: CausalLM, backend: str = "inductor") -> None:
+def compile_choice(typed: bool | None, device_type: str, missing: str | None) -> Choice:
+    """auto: compile the layers, unless that fails.
+
+    Args:
+        typed: --compile or --no-compile; None: neither, so a GPU compiles and a CPU does not
+        missing: see `missing_compiler`
+
+    Raises:
+        MissingPackage: torch.compile would fail in the first step, and --compile was typed.
+    """
+    if typed is False or (typed is None and device_type != "cuda"):
+        return "off"
+    if not missing:
+        return "on" if typed else "auto"
+    if typed:
+        raise MissingPackage(f"--compile needs {missing}, or omit --compile")
+    reason = f"torch.compile needs {missing}, or pass --no-compile"
+    log.warning("fast_path.refused", option="--compile", reason=reason)
+    return "off"
+
+
+def compile_layers(model: CausalLM, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each layer with torch.compile when it is first called: one short compilation serves
     all equal layers. The modules and their parameters stay the same objects, so views into shared
     memory keep their addresses, and gradient hooks still run.
@@ -267,10 +297,31 @@ def compile_layers(model: CausalLM, backend: str = "inductor") -> None:
     """
     layers = layers_of(model)
     if layers is None:
-        raise FastPathRefused(
-            f"--compile: {type(model).__name__} has no list of layers; omit --compile"
-        )
+        raise FastPathRefused(f"{type(model).__name__} has no list of layers")
+    _keep_compiled_code()
     for layer in layers:
         # Dynamic shapes, because lengths differ between batches: one compilation serves all of
         # them.
         layer.compile(dynamic=True, backend=backend)
+
+
+def undo_compiling(model: CausalLM) -> None:
+    """Make the layers as they were before `compile_layers`."""
+    for layer in layers_of(model) or ():
+        layer._compiled_call_impl = None
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """A context in which compiled layers run as if they were not: for calls that differ from those
+    of the training step, each kind of which would be compiled for seconds."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def _keep_compiled_code() -> None:
+    """For the next run: by default it lies below /tmp. The directory that the user names wins."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # The import of torch's compiler has set the variable to the default.
+    if os.environ.get(_COMPILED_CODE) in (None, default_cache_dir()):
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        os.environ[_COMPILED_CODE] = str(Path(caches, "grpo", "torchinductor"))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import Choice, ForwardOptions
 from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model import forward, packed_attention
+from grpo_trainer.model import policy as policy_module
 from grpo_trainer.model.adapter import adapter_dropouts, trained_parameters, with_adapter
 from grpo_trainer.model.forward import (
     FastForward,
@@ -24,8 +31,15 @@ from grpo_trainer.model.forward import (
     plain_forward,
 )
 from grpo_trainer.model.fused_head import EAGER
-from grpo_trainer.model.packing import PACKED
-from grpo_trainer.model.policy import base_model, compile_layers, train_only
+from grpo_trainer.model.logprobs import logprobs_of
+from grpo_trainer.model.packing import PACKED, PADDED
+from grpo_trainer.model.policy import (
+    base_model,
+    compile_choice,
+    compile_layers,
+    missing_compiler,
+    train_only,
+)
 from tests.unit.trainer.forward_rig import (
     adapted,
     outcome,
@@ -185,15 +199,154 @@ def test_everything_at_once_really_compiled(options: ForwardOptions) -> None:
     require_equal(outcome(policy, build_forward_pass(policy, options), micro), expected)
 
 
-@COMPILED
-def test_compiled_code_that_answers_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrongly_compiled(model: Any) -> None:
-        model.model.layers[0].register_forward_hook(lambda _m, _i, out: 2 * out)
+CAUSES: dict[str, str] = {
+    "wrong numbers": r"Qwen2ForCausalLM with and without torch.compile differ by",
+    "compiler error": r"torch.compile fails: .*the compiler is of clay",
+    "no list of layers": r"Qwen2ForCausalLM has no list of layers",
+}
 
-    monkeypatch.setattr(forward, "require_compiler", lambda _: None)
-    monkeypatch.setattr(forward, "compile_layers", wrongly_compiled)
-    with pytest.raises(FastPathRefused, match=r"--compile: .* differ by .*; omit --compile"):
-        build_forward_pass(qwen(), ForwardOptions(packing="off", fused_head="off", compile=True))
+
+@pytest.fixture(params=CAUSES)
+def cause(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes torch.compile fail; returns a pattern of the reason."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the compiler is of clay")
+
+    def wrong(graph: Any, _: Any) -> Any:
+        """Doubles every floating-point result of a compiled part, but no shape."""
+        return lambda *inputs: [
+            2 * out if isinstance(out, Tensor) and out.is_floating_point() else out
+            for out in graph.forward(*inputs)
+        ]
+
+    if request.param == "no list of layers":
+        monkeypatch.setattr(policy_module, "layers_of", lambda _: None)
+    else:
+        backend: Any = {"wrong numbers": wrong, "compiler error": fail}[request.param]
+        compiled = partial(compile_layers, backend=backend)
+        monkeypatch.setattr(forward, "compile_layers", compiled)
+    monkeypatch.setattr(forward, "missing_compiler", lambda _: None)
+    return CAUSES[request.param]
+
+
+@COMPILED
+def test_a_refusal_of_compiled_code_ends_the_run_that_asked_for_it(cause: str) -> None:
+    options = ForwardOptions(packing="off", fused_head="off", compile=True)
+    with pytest.raises(FastPathRefused, match=f"(?s)^--compile: .*{cause}.*; omit --compile$"):
+        build_forward_pass(qwen(), options)
+
+
+@COMPILED
+def test_layers_run_eagerly_if_compiled_code_is_refused_by_default(
+    cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ForwardOptions(packing="off", fused_head="off")
+    policy, eager, micro = qwen(), qwen(), ragged()
+    expected = outcome(eager, build_forward_pass(eager, options), micro)
+    on_gpu = compile_choice(None, "cuda", None)
+    monkeypatch.setattr(forward, "compile_choice", lambda *_: on_gpu)
+    with capture_logs() as events:
+        chosen = build_forward_pass(policy, options)
+    (warning,) = [event for event in events if event["log_level"] == "warning"]
+    assert warning["option"] == "--compile"
+    assert re.search(cause, warning["reason"])
+    assert "omit" not in warning["reason"]
+    assert chosen == FastForward(PADDED)
+    assert not events[-1]["compiled"]
+    found = outcome(policy, chosen, micro)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+
+
+@COMPILED
+def test_one_compilation_serves_all_equal_layers_and_all_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = []
+
+    def count(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(forward, "missing_compiler", lambda _: None)
+    monkeypatch.setattr(forward, "compile_layers", partial(compile_layers, backend=count))
+    counts = []
+    for layers in (1, 3):
+        torch.compiler.reset()
+        policy = qwen(num_hidden_layers=layers)
+        options = ForwardOptions(packing="off", fused_head="off", compile=True)
+        with capture_logs() as events:
+            chosen = build_forward_pass(policy, options)
+        assert events[-1]["compiled"]
+        assert events[-1]["compile_seconds"] >= 0
+        counts.append(len(compiled))
+        outcome(policy, chosen, ragged())
+        logprobs_of(policy, [1, 2, 3])
+        assert len(compiled) == counts[-1]
+        compiled.clear()
+    assert counts[0] == counts[1] > 0
+
+
+LACK = "a compiler on cuda"
+
+
+@pytest.mark.parametrize(
+    ("typed", "device_type", "missing", "expected"),
+    [
+        (None, "cuda", None, "auto"),
+        (None, "cuda", LACK, "off"),
+        (None, "cpu", None, "off"),
+        (None, "cpu", LACK, "off"),
+        (True, "cuda", None, "on"),
+        (True, "cpu", None, "on"),
+        (False, "cuda", None, "off"),
+        (False, "cuda", LACK, "off"),
+    ],
+)
+def test_a_gpu_compiles_by_default(
+    typed: bool | None, device_type: str, missing: str | None, expected: Choice
+) -> None:
+    with capture_logs() as events:
+        assert compile_choice(typed, device_type, missing) == expected
+    lines = [event["reason"] for event in events]
+    reason = f"torch.compile needs {LACK}, or pass --no-compile"
+    assert lines == ([reason] if (typed, device_type, missing) == (None, "cuda", LACK) else [])
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        ((), r"a compiler on cuda, but there is no gcc or clang: .* name a compiler in \$CC$"),
+        (("gcc",), r"Triton on cuda, .* pip install triton$"),
+        (("gcc", "triton"), None),
+    ],
+)
+def test_what_a_gpu_lacks_is_named(
+    names: tuple[str, ...], match: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in names:
+        program = tmp_path / ("bin/gcc" if name == "gcc" else "triton.py")
+        program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    found = missing_compiler("cuda")
+    assert (found is None) if match is None else re.search(match, str(found))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_compiled_code_is_kept_in_the_users_cache(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = str(tmp_path / "own") if named else default_cache_dir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
+    compile_layers(qwen())
+    expected = tmp_path / ("own" if named else "grpo/torchinductor")
+    assert cache_dir() == str(expected)
 
 
 def test_a_run_without_a_compiler_ends_before_it_touches_the_model(
