@@ -20,13 +20,13 @@ from benchmarks.gpu_bench.models import SHAPES, GpuWork, ModelShape, ShapeName
 from benchmarks.report import host_facts, number, spread, table, verdict
 from benchmarks.servers import LORA_FLAGS, Server, launch, our_server, stock_vllm
 from grpo_core.closing import ClosesOnExit
+from grpo_trainer.telemetry.speed import product_rate
 
 BANDWIDTH_H200 = 4.8e12
 """Bytes per second of an H200's memory, by its datasheet."""
 COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**27}
 """Far more than any cache holds."""
-MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
-RATES_S = 0.5
+COPIED_S = 0.5
 MS_PER_S, GIB = 1e3, 2**30
 SERVED_NAME = "policy"
 _COMMAND_DEADLINE_S = 20.0
@@ -44,15 +44,10 @@ class Rates:
 def measure_rates(device: torch.device) -> Rates:
     source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     copied = {"source": source, "target": torch.empty_like(source)}
-    size = MATMUL_SIZE[device.type]
+    timer = Timer("target.copy_(source)", globals=copied)
+    copy_s = timer.blocked_autorange(min_run_time=COPIED_S).median
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    # A product of zeros is faster than one of random numbers.
-    factors = {name: torch.randn(size, size, device=device, dtype=dtype) for name in "ab"}
-    copy_s, matmul_s = (
-        Timer(work, globals=values).blocked_autorange(min_run_time=RATES_S).median
-        for work, values in (("target.copy_(source)", copied), ("a @ b", factors))
-    )
-    return Rates(bandwidth=2 * source.nbytes / copy_s, flops=2 * size**3 / matmul_s)
+    return Rates(bandwidth=2 * source.nbytes / copy_s, flops=product_rate(device, dtype))
 
 
 def synchronize(device: torch.device) -> None:
