@@ -36,7 +36,7 @@ class NonFiniteLogprob(GenerationFailed):
 
 
 @dataclass
-class Completion:
+class GrowingCompletion:
     """One completion while the engine samples it. `logprobs`: by token, the sampled one first.
 
     Example: two tokens of the answer "7", between which the weights were updated:
@@ -92,7 +92,7 @@ class RunningRequest:
         current_version: Callable[[], PolicyVersion],
         adapter: LoadedAdapter | None = None,
     ) -> None:
-        self.completions = [Completion() for _ in range(request.sampling.n)]
+        self.completions = [GrowingCompletion() for _ in range(request.sampling.n)]
         self._engine = engine
         self.request = request
         self._adapter = adapter
