@@ -126,12 +126,7 @@ class ScoredGroup(FreeFormFields):
     scores: Rows[Float32]
     advantages: Rows[Rows[Float32]] | None = None
     ref_logprobs: Rows[Rows[Float32]] | None = None
-    messages: Rows[Rows[dict[str, Any]]] | None = None
-    generation_params: dict[str, Any] | None = None
     inference_logprobs: Rows[Rows[Float32]] | None = None
-    overrides: Rows[dict[str, Any]] | None = None
-    group_overrides: dict[str, Any] | None = None
-    images: Any | None = None
     env_id: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
     distill_token_ids: Rows[Rows[Rows[TokenId]]] | None = None
     distill_logprobs: Rows[Rows[Rows[Float32]]] | None = None
