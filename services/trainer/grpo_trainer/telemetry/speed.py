@@ -43,8 +43,8 @@ class ModelFlops:
     In each layer of attention, a token needs 12 x the width of all heads for each token that it
     sees, itself included (arXiv 2204.02311, appendix B); below the lowest trained layer, 4.
 
-    Not counted: layers that are computed again, a reference model, a second pass without dropout,
-    and what sliding windows leave out.
+    Not counted: layers that are computed again, a reference model, and a second pass without
+    dropout. Tokens outside a sliding window count as seen.
 
     Args:
         of_token: for a token, without head and attention
