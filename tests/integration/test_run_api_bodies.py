@@ -25,7 +25,7 @@ import pytest
 from grpo_api.batches import group_pieces
 from grpo_api.decode import RawBody, SubmissionDecoder, decode_group
 from grpo_api.errors import StoreUnavailable
-from grpo_api.store.payloads import compress, stored
+from grpo_api.store.payloads import compress, payload_of
 from tests.fixtures.run_api import MAX_BODY_BYTES, RunningApi, start_run_api
 from tests.integration.conftest import StartApi
 from tests.integration.run_api_calls import ApiClient, group
@@ -126,7 +126,7 @@ async def test_others_are_served_between_the_pieces_of_a_group() -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(another())
-    async for piece in group_pieces(stored(compress(text), absent=["env_id"])):
+    async for piece in group_pieces(payload_of(compress(text), absent=["env_id"])):
         pieces.append(piece)
     task.cancel()
     assert json.loads(b"".join(pieces)) == large_group(env_id=None)

@@ -150,7 +150,7 @@ async def _pieces(store: RunStore, lease: Lease) -> AsyncIterator[bytes]:
 
 
 async def group_pieces(payload: bytes) -> AsyncIterator[bytes]:
-    """Yield the JSON of one stored group in pieces."""
+    """Yield the JSON of one group in pieces."""
     is_small = unpacked_bytes(payload) <= _UNPACKED_INLINE
     text = unpack(payload) if is_small else await run_in_threadpool(unpack, payload)
     for at in range(0, len(text), _PIECE_BYTES):

@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter
 
 from grpo_api.errors import Refused, StoreUnavailable, too_large, validated
 from grpo_api.group_scan import scan_group
-from grpo_api.store.payloads import GZIP_WINDOW_BITS, PackedGroup, compress, pack, stored
+from grpo_api.store.payloads import GZIP_WINDOW_BITS, PackedGroup, compress, pack, payload_of
 from grpo_api.store.queue import Submission
 from grpo_api.waiting import in_turn
 from grpo_core.wire.scored_group import ScoredGroup
@@ -114,10 +114,9 @@ def decode_group(body: RawBody, max_bytes: int | None) -> Submission:
         # surrogates, endless nesting, integers of any length, bytes that are not UTF-8.
         group = pack(validated(ScoredGroup.model_validate_json, text))
     else:
-        # A body that was read with `max_bytes` may have several gzip members; a stored group has
-        # one.
+        # A body that was read with `max_bytes` may have several gzip members; a payload has one.
         member = body.content if body.is_gzip and max_bytes is None else compress(text)
-        group = PackedGroup(facts.env_id, facts.sequences, stored(member, facts.absent))
+        group = PackedGroup(facts.env_id, facts.sequences, payload_of(member, facts.absent))
     return Submission([group], _fingerprint(text))
 
 

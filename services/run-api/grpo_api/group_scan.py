@@ -34,7 +34,7 @@ _INTEGER, _FLOAT = "i", "d"
 _PARSE_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, ValidationError)
 
 _EXACT_INTEGERS = 2.0**53
-"""Larger integers may have no exact float; a stored group keeps them as they were written."""
+"""Larger integers may have no exact float; a payload keeps them as they were written."""
 
 _KEPT_BYTES = 1024 * 1024
 _PARSER = simdjson.Parser()

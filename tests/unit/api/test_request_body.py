@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from grpo_api.decode import TooMuchWork, inflate, inflate_member
 from grpo_api.errors import Refused
 from grpo_api.group_scan import scan_group
-from grpo_api.store.payloads import compress, stored, unpack
+from grpo_api.store.payloads import compress, payload_of, unpack
 from grpo_api.store.run import MAX_REASON_CHARS, refusal_line
 from grpo_core.wire.scored_group import ScoredGroup
 
@@ -99,7 +99,7 @@ def reads_as_the_record(text: bytes) -> bool:
     record = as_record(text)
     assert record is not None
     assert (facts.env_id, facts.sequences) == (record.env_id, record.size)
-    served = unpack(stored(compress(text), facts.absent))
+    served = unpack(payload_of(compress(text), facts.absent))
     assert set(json.loads(served)) == set(ScoredGroup.model_fields)
     assert ScoredGroup.model_validate_json(served) == record
     return True

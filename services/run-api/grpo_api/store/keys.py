@@ -11,9 +11,9 @@
     seen               hash   env_id → Redis' time of its last poll (ms)
     buffers            hash   env_id → buffered parts, oldest first: groups, as below
     queue              zset   entries, all with score 0: sorted by kind, then by age
-    payloads           hash   group id → stored group: buffered, queued and leased ones
+    payloads           hash   group id → payload: of buffered, queued and leased groups
     large              hash   group id → key of a staged payload; replaces the entry in payloads
-    staged:<id>        string a stored group, written piece by piece; expires unless queued
+    staged:<id>        string a payload, written piece by piece; expires unless queued
     queued_kinds       hash   "env_id sequences" → entries in the queue
     queued_sizes       hash   sequences of a group → groups in the queue
     totals             hash   queued_groups, queued_sequences, queued_bytes, buffered_parts,

@@ -59,7 +59,7 @@ class PayloadStore:
                 raise StoreUnavailable("Redis lost part of a large group; send the groups again")
 
     async def load(self, group_ids: Sequence[int]) -> AsyncIterator[bytes | None]:
-        """Stored groups, in this order; None for a deleted one."""
+        """The payloads of these groups, in this order; None for a deleted one."""
         payloads, large = self._link.keys("payloads", "large")
         found, staged = await self._link.transaction(
             ("HMGET", payloads, *group_ids), ("HMGET", large, *group_ids)
@@ -68,7 +68,7 @@ class PayloadStore:
             yield payload if key is None else await self._assembled(key)
 
     async def latest(self) -> bytes | None:
-        """The group queued last, even if it has been handed out since."""
+        """The payload of the group queued last, even if it has been handed out since."""
         (latest,) = self._link.keys("latest")
         group_id = await self._link.call("HGET", latest, "id")
         if group_id is None:
@@ -103,10 +103,10 @@ class PackedGroup:
 def pack(group: ScoredGroup) -> PackedGroup:
     """Write the group as JSON with exactly its 14 keys, and compress it."""
     text = group.model_dump_json().encode()
-    return PackedGroup(group.env_id, group.size, stored(compress(text), absent=()))
+    return PackedGroup(group.env_id, group.size, payload_of(compress(text), absent=()))
 
 
-def stored(member: bytes, absent: Sequence[str]) -> bytes:
+def payload_of(member: bytes, absent: Sequence[str]) -> bytes:
     """
     Args:
         member: gzip of a group's JSON, which must end in its closing brace.
