@@ -18,9 +18,11 @@ from grpo_core.security import plain
 from grpo_core.settings.command import SHARED_VARIABLES
 from grpo_core.tree.environment_values import AGENT, AGENT_OPTIONS, UNIFORM
 from grpo_core.tree.sections import ENVIRONMENT, RUN_API, SERVER, TRAINER
+from grpo_core.tree.trainer import TrainerSettings
+from grpo_core.tree.weights import KINDS
 from grpo_core.weights import bridge_config
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
-from grpo_runs.defaults import name_of_task
+from grpo_runs.defaults import SIZE_NAMES, name_of_task
 from grpo_runs.models import default_max_model_len
 from grpo_runs.run_directory import RunDirectory, server_names
 from grpo_runs.settings.launch_options import LaunchOptions
@@ -163,21 +165,20 @@ _DEFAULTS_OF_TRAINER: Mapping[str, Any] = {
     "checkpoint_interval": 0,
 }
 """Of a run whose services are all started here."""
+_SIZES_OF_SERVER = frozenset({"max_model_len", "gpu_memory_utilization"})
+"""The trainer uses them only if it starts a server."""
 
 
 def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
     given = settings.given(TRAINER)
-    values: dict[str, Any] = {
-        "steps": settings.steps,
-        "batch_size": settings.batch_size,
-        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
-        "lr": settings.lr,
+    fields = TrainerSettings.model_fields | KINDS[settings.mode].model_fields
+    sizes = [name for name in SIZE_NAMES if name in fields and name not in _SIZES_OF_SERVER]
+    return {name: getattr(settings, name) for name in sizes} | {
         "warmup_steps": given.get(
             "warmup_steps", None if "warmup_ratio" in given else WARMUP_STEPS
         ),
         # On a GPU the trainer chooses the optimizer that needs less memory.
         "optimizer": given.get("optimizer", None if settings.on_gpu else "adamw"),
-        "seq_len": settings.seq_len,
         "seed": settings.seed,
         "device": settings.device,
         "dtype": settings.weights_dtype,
@@ -188,9 +189,6 @@ def _of_whole_run(settings: LaunchOptions, run: RunDirectory) -> dict[str, Any]:
         "run_api_token": settings.run_api_token,
         "vllm_api_key": settings.run_api_token,
     }
-    if settings.weight_mode.trains_adapter:
-        values["lora_target_modules"] = settings.lora_target_modules
-    return values
 
 
 def server_values(settings: LaunchOptions, places: Places, number: int = 0) -> dict[str, Any]:
