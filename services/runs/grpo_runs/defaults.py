@@ -43,10 +43,10 @@ class RunSizes:
     kv_cache_mib: int | None
     """None: vLLM takes what the weights leave of its share of the GPU's memory."""
     lr: float = 3e-4
-    """Of the tiny model; six times as high with an adapter. `sizes_for` gives a pretrained model the
-    trainer's default (`OptimizerOptions.lr`, 1e-5), 30 times as high with an adapter. With --task,
-    `LaunchOptions._fill_sizes` replaces the trainer's default by the result. Recipes have a default
-    of their own, 1e-6 (`recipe/keys.yaml`)."""
+    """Of the tiny model; six times as high with an adapter. `sizes_for` gives a pretrained model
+    the trainer's default (`OptimizerOptions.lr`, 1e-5), 30 times as high with an adapter. With
+    --task, `LaunchOptions._fill_sizes` replaces the trainer's default by the result. Recipes have
+    a default of their own, 1e-6 (`recipe/keys.yaml`)."""
     step_deadline_s: float = 300.0
     server_deadline_s: float = 600.0
     start_deadline_s: float = 300.0
