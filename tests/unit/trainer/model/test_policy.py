@@ -337,6 +337,7 @@ def test_what_a_gpu_lacks_is_named(
     assert (found is None) if match is None else re.search(match, str(found))
 
 
+@COMPILED
 @pytest.mark.parametrize("named", [False, True])
 def test_compiled_code_is_kept_in_the_users_cache(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
