@@ -119,7 +119,7 @@ class Flash:
         """[1, A, N, D] → [1, N, A, D]"""
         from torch.nn.attention.varlen import varlen_attn
 
-        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # [N, A, D]
+        q, k, v = (_tokens(t) for t in (query, key, value))  # [N, A, D]
         k, v = (t.index_select(0, bounds.key_places) for t in (k, v))
         options: dict[str, Any] = {}
         if q.shape[1] != k.shape[1]:
@@ -130,7 +130,7 @@ class Flash:
         # positions to the left and to the right of each; -1: all
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         found = varlen_attn(
-            *(q, k, v),
+            *(q.contiguous(), k, v),
             *(bounds.queries, bounds.keys),
             *(bounds.longest_queries, bounds.longest_keys),
             scale=scaling,
@@ -206,7 +206,7 @@ def _gathered(
     sliding_window: int | None,
 ) -> Tensor:
     """Some sequences at a time: [1, A, N, D] → [1, N, A, D]."""
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, A, D]
+    q, k, v = (_tokens(t) for t in (query, key, value))  # [N, A, D]
     results = []
     planned, places = calls.planned
     masks = calls.masks(sliding_window, query.dtype)
@@ -222,6 +222,11 @@ def _gathered(
         )  # [S, A, Q, D]
         results.append(found.transpose(1, 2).flatten(0, 1))  # [S * Q, A, D]
     return torch.cat(results).index_select(0, places).unsqueeze(0)
+
+
+def _tokens(values: Tensor) -> Tensor:
+    """[1, A, N, D] → [N, A, D], a view. An index in its place would copy its gradient."""
+    return values.squeeze(0).transpose(0, 1)
 
 
 def _gather(values: Tensor, places: Tensor) -> Tensor:
