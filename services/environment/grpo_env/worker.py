@@ -107,12 +107,12 @@ class Worker:
         self._settings = settings
         self._tasks = tasks
         # run-api and the pace count sequences; a rollout may have several.
-        self._group_size = settings.group_size * tasks.max_sequences
+        self._group_sequences = settings.group_size * tasks.max_sequences
         self._registration = EnvironmentRegistration(
             max_token_length=settings.seq_len,
             desired_name=settings.display_name,
             weight=settings.weight,
-            group_size=self._group_size,
+            group_size=self._group_sequences,
             min_batch_allocation=settings.min_batch_allocation,
         )
         self._api = api
@@ -247,12 +247,13 @@ class Worker:
     async def _ask_trainer_info(self) -> None:
         self._trainer = await self._api.info()
         batch_size = self._trainer.batch_size
-        self._producer.counts.batch = -(-batch_size // self._group_size)
-        if 0 < batch_size < self._group_size:
+        self._producer.counts.batch = -(-batch_size // self._group_sequences)
+        if 0 < batch_size < self._group_sequences:
             raise GroupLargerThanBatch(
-                f"a group of {self._group_size} sequences is larger than the trainer's batch of "
-                f"{batch_size} sequences; use a smaller --group-size, or start the trainer with a "
-                "larger batch"
+                f"a group of {self._group_sequences} sequences (--group-size "
+                f"{self._settings.group_size}, {self._tasks.max_sequences} for each rollout) is "
+                f"larger than the trainer's batch of {batch_size} sequences; use a smaller "
+                "--group-size, or start the trainer with a larger batch"
             )
 
     async def _skip_long_prompts(self) -> None:
@@ -294,7 +295,7 @@ class Worker:
             groups = groups_to_start(
                 status,
                 self._trainer.batch_size,
-                self._group_size,
+                self._group_sequences,
                 total_steps,
                 max_batches_offpolicy=self._settings.max_batches_offpolicy,
                 max_concurrent_groups=self._settings.max_concurrent_groups,

@@ -218,8 +218,11 @@ def warned(logs: Sequence[Any]) -> list[Any]:
 
 
 async def test_a_group_that_no_batch_can_hold_is_refused_at_the_start() -> None:
-    with pytest.raises(GroupLargerThanBatch, match="batch of 4 sequences"):
-        await run(RunApi(), right_and_wrong, "--env.group-size=8")
+    task = Sevens()
+    task.max_sequences = 2
+    told = r"6 sequences \(--group-size 3, 2 for each rollout\) .* batch of 4 sequences"
+    with pytest.raises(GroupLargerThanBatch, match=told):
+        await run(RunApi(), right_and_wrong, "--env.group-size=3", task=task)
 
 
 async def test_as_many_groups_are_sampled_at_once_as_allowed_and_no_more() -> None:
