@@ -102,8 +102,8 @@ PAGE = (ROOT / "docs/explanation/architecture.md").read_text()
 ENTRIES = re.findall(r"(?m)^\d+\. `([^`]+\.py)` → `([^`]+)` →", PAGE)
 
 
-def test_the_walk_opens_at_most_26_files() -> None:
-    assert [len(ENTRIES), len({file for file, _ in ENTRIES[:25]})] == [30, 25]
+def test_the_walk_opens_27_files() -> None:
+    assert [len(ENTRIES), len({file for file, _ in ENTRIES[:27]})] == [32, 27]
 
 
 @pytest.mark.parametrize(("file", "name"), ENTRIES)
