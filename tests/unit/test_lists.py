@@ -77,6 +77,14 @@ def test_links_out_of_the_site_lead_somewhere(name: str) -> None:
         assert ((ROOT / name).parent / target).exists(), target
 
 
+def test_the_code_map_names_every_directory() -> None:
+    page = (ROOT / "docs/contributing/code-map.md").read_text()
+    command = ["git", "ls-files", "[!.]*/*"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    directories = {file.split("/")[0] + "/" for file in files.splitlines()}
+    assert {one for one in directories if one not in page} == set()
+
+
 def test_citation_and_changelog_name_the_version_of_the_packages() -> None:
     version = (ROOT / "shared/grpo_core/VERSION").read_text().strip()
     assert f"\nversion: {version}\n" in (ROOT / "docs/CITATION.cff").read_text()
