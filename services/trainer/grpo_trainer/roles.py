@@ -89,7 +89,7 @@ class Lead:
         self.saver.batch_skipped(position)
         return position
 
-    def objective(self) -> Objective:
+    def agree_on_objective(self) -> Objective:
         """The objective with this step's coefficients, which rank 0 controls."""
         return _objective(self.learner, self.learner.ranks.broadcast(self.coefficients.values))
 
@@ -174,7 +174,7 @@ class OtherRank:
             self.learner.send_state()
         return broadcast_batch(None, self.learner.ranks)
 
-    def objective(self) -> Objective:
+    def agree_on_objective(self) -> Objective:
         return _objective(self.learner, self.learner.ranks.broadcast((0.0, 0.0)))
 
     def reject(self, _batch: Batch, position: Position, _error: GrpoError) -> Position:

@@ -68,7 +68,7 @@ def training_steps(role: Role, position: Position, stop: Stop) -> Iterator[Posit
     while position.step < learner.settings.steps:
         batch = role.take(position)
         with stop.deferred():
-            objective = role.objective()
+            objective = role.agree_on_objective()
             batch = learner.with_reference(batch)
             batch = with_advantages(batch, objective, learner.ranks)
             # Before the gradients, which draw random numbers and may change the loss scale.

@@ -1,4 +1,9 @@
-"""Fetches the batch for the next step from run-api, and skips batches that cannot be used."""
+"""Fetches the batch for the next step from run-api, and skips batches that cannot be used.
+
+While a step is computed, a thread checks the groups of the next batch and collates the usable ones.
+When the step of that batch begins, stale groups are filtered out; if there are any, the batch is
+collated again without them.
+"""
 
 from __future__ import annotations
 
@@ -152,6 +157,7 @@ class BatchSource:
 
     def _taken(self, leased: LeasedBatch, step: int) -> Batch | SkippedBatch:
         prepared, self._ahead = self._ahead or self._prepared(leased), None
+        assert prepared.leased is leased, "`poll` returned another batch than it prepared"
         usable, found = self._filtered(prepared, step)
         self._dropped["repeated"] = 0  # counted of this batch alone, not of skipped ones
         self._dropped.update(found)

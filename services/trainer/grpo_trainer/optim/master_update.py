@@ -86,10 +86,10 @@ class MasterUpdate:
     rounding: StochasticRounding | None = None
     kernel: Kernel | None = None
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, index: int) -> None:
         """Prepare for the step with this index, counted from 0."""
         if self.rounding is not None:
-            self.rounding.begin_step(step)
+            self.rounding.begin_step(index)
 
     def step(self, part: Part, step: int, options: StepOptions) -> None:
         """Update master weights in place, and stage them. Args: step: counted from 1"""
@@ -130,9 +130,9 @@ class StochasticRounding:
         self._seed = seed
         self._generator = torch.Generator(device)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, index: int) -> None:
         # Use a hash, so that neighbouring seeds and steps give unrelated random numbers.
-        self._seeds = random.Random(f"{self._seed}/{step}")
+        self._seeds = random.Random(f"{self._seed}/{index}")
         self._generator.manual_seed(self._seeds.getrandbits(63))
 
     def next_seed(self) -> int:

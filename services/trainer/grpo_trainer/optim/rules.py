@@ -1,7 +1,8 @@
 """The update rules: AdamW with moments in fp32, or quantised to 8 bits by bitsandbytes; Adafactor.
 
 A rule works on fp32 weights; `MasterUpdate` stores and rounds them, so rules and roundings combine
-freely.
+freely. On a GPU, `kernel` computes AdamW in place of the two classes here, which then only check
+its results.
 """
 
 from __future__ import annotations
