@@ -21,8 +21,8 @@ from grpo_core.weights.ref import WeightKind, WeightRef
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
 SERVED_WEIGHTS = "served_weights"
-FINAL_MODEL, FINAL_ADAPTER = "final_model", "final_adapter"
 """Name of the directory of weights that a server loads."""
+FINAL_MODEL, FINAL_ADAPTER = "final_model", "final_adapter"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts as --max-lora-rank."""
 HEAD = "lm_head"
