@@ -111,6 +111,9 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
             "--reward: no task 'chess'"
         ),
         "agent serve --model m --reward gsm8k --agent {tmp}/my.py": "--agent: cannot read {tmp}/my",
+        "agent serve --model m --reward gsm8k --agent pkg:": (
+            "--agent: no function 'pkg:'; expected a file such as my.py:agent"
+        ),
     },
     vllm_api_server: {
         "--model {tmp}/adapter": "--model: {tmp}/adapter is an adapter; merge it",

@@ -65,7 +65,8 @@ def problem_of(task: str) -> str | None:
 
 def problem_of_agent(name: str) -> str | None:
     """Why there cannot be such a function; None if there may be one."""
-    if ":" in name or name.endswith(".py"):
+    source, _, attribute = name.partition(":")
+    if attribute or source.endswith(".py"):
         return problem_of_function(name, AGENT_FUNCTION)
     return f"no function {name!r}; expected a file such as my.py:agent"
 
