@@ -19,14 +19,14 @@ _NAMED = 5
 class Evidence:
     """Args:
     taken: the batches that trainers took, with those that a kill undid
-    submissions: of all environments; if there are none, they noted nothing
+    submissions: of all environments
     queued: groups in run-api's queue at a moment when every batch was acknowledged
     sequences: of every batch, if it is known
-    records: the metrics of each step
+    records: the metrics of each step; the trainer of the soak has none
     """
 
     taken: Sequence[Entry]
-    submissions: Sequence[Submission] = ()
+    submissions: Sequence[Submission]
     queued: int | None = None
     sequences: int | None = None
     records: Sequence[Entry] = ()
@@ -55,9 +55,8 @@ def _on_groups(evidence: Evidence) -> Iterator[str]:
     submitted = Counter(entry.digest for entry in evidence.submissions)
     yield from _listed("submitted under one digest twice", _repeated(submitted))
     yield from _listed("doubled: trained more than once", _repeated(trained))
-    if submitted:
-        invented = trained.keys() - submitted.keys()
-        yield from _listed("invented: trained and never submitted", invented)
+    invented = trained.keys() - submitted.keys()
+    yield from _listed("invented: trained and never submitted", invented)
     refused = evidence.digests(Outcome.REFUSED)
     yield from _listed("refused and trained", refused & trained.keys())
 
@@ -108,9 +107,9 @@ def _on_records(evidence: Evidence) -> Iterator[str]:
     steps = [record["step"] for record in evidence.records]
     if steps != list(range(1, len(steps) + 1)):
         yield f"the recorded steps are {steps}"
-    worst = max([0.0, *(record.get("alignment/probe_max", 0.0) for record in evidence.records)])
-    if worst >= NOISE:
-        yield f"the served weights were others than the trained: {worst}"
+    for record in evidence.records:
+        if not (difference := record.get("alignment/probe_max", 0.0)) < NOISE:  # or NaN
+            yield f"the served weights were others than the trained: {difference}"
 
 
 def _repeated(counts: Counter[str]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -49,12 +50,14 @@ def test_a_kept_promise_has_no_problems() -> None:
 
 OTHER = SECOND | {"groups": ["e", "c"]}
 TWICE = [*KEPT.submissions, submission("a", Outcome.UNANSWERED)]
+OTHER_WEIGHTS = "the served weights were others than the trained"
 FOREIGN = "step 3 trains on completions of versions"
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"taken": [FIRST, SECOND]}, "lost: not trained, and the queue holds 0 groups: 2 (d, g)"),
     ({"taken": taken("ab", "ce", "dg", "ab")}, "doubled: trained more than once: 2 (a, b)"),
     ({"taken": taken("ab", "ce", "dg", "ee")}, "doubled: trained more than once: 1 (e)"),
     ({"taken": taken("ab", "ce", "dg", "xy")}, "invented: trained and never submitted: 2 (x, y)"),
+    ({"submissions": []}, "invented: trained and never submitted: 6 (a, b, c, d, e, …)"),
     ({"taken": taken("ab", "ce", "dg", "fh")}, "refused and trained: 1 (h)"),
     ({"taken": [FIRST, THIRD]}, "steps that are missing: 1 (2)"),
     ({"taken": [FIRST, SECOND, THIRD | {"batch": 5}]}, "batch 5 was trained as step 3"),
@@ -65,7 +68,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"taken": [FIRST, SECOND, THIRD | {"versions": [[1, 4]]}]}, f"{FOREIGN} [[1, 4]]"),
     ({"taken": [FIRST, SECOND, THIRD | {"versions": []}]}, f"{FOREIGN} []"),
     ({"records": [record(1), record(3)]}, "the recorded steps are [1, 3]"),
-    ({"records": [record(1, 0.5)]}, "the served weights were others than the trained: 0.5"),
+    ({"records": [record(1, 0.5)]}, f"{OTHER_WEIGHTS}: 0.5"),
+    ({"records": [record(1), record(2, math.nan)]}, f"{OTHER_WEIGHTS}: nan"),
 ]
 
 
