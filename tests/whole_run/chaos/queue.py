@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from grpo_tiny_model.model import ensure_tiny_model
 from grpo_tiny_model.smollm2 import ensure_smollm2
@@ -109,11 +110,13 @@ class QueueRun:
             rig.wait_for(lambda: rig.records()[-1].get("publication/servers") == len(self._servers))
         rig.end(ENVIRONMENT)
 
-        def problems() -> list[str]:
-            return judge(rig.evidence(queued=rig.status()["queue_size"]))
+        def problems_of_queue() -> list[str]:
+            evidence = rig.evidence(queued=rig.status()["queue_size"])
+            assert not (lasting := judge(replace(evidence, queued=None))), lasting
+            return judge(evidence)
 
         # The trainer may be between two batches: what it has taken is no longer queued.
-        wait_for(problems, lambda found: not found, self._deadline_s)
+        wait_for(problems_of_queue, lambda found: not found, self._deadline_s)
         evidence = rig.evidence()
         steps = max(evidence.line())
         acknowledged, unanswered = map(evidence.digests, (Outcome.ACKNOWLEDGED, Outcome.UNANSWERED))
