@@ -163,7 +163,7 @@ def working_bytes(
     copies = 1 + (settings.master_dtype != "float32") + (not has_wide_gradient)
     copies += settings.weight_decay > 0
     part = bucket if is_gpu else min(bucket, PART_ELEMENTS)
-    # Afterwards the gradients of all passes but the last are in buckets, and the last ones in both.
+    # In a backward pass, the gradients of a bucket are also those of its parameters, and a copy.
     update = max(copies * FLOAT32_BYTES * part, 2 * trained[0].element_size() * bucket)
     return max(layers * layer + head, update), max(recomputed, update)
 

@@ -149,7 +149,7 @@ class GroupFilter:
         except UnusableGroup as problem:
             return problem
         own, epochs = self._history.own, self._history.epochs
-        used = {own(version) for sequence in found for version in sequence.versions or ()}
+        used = {own(v) for versions in RolloutFacts.of(group).policy_version for v in versions}
         if epochs is not None and (of_others := [v for v in used if v.epoch not in epochs]):
             return UnusableGroup(
                 UnusableReason.UNPUBLISHED,

@@ -58,6 +58,7 @@ class Bucket:
         has_gradient: of each parameter
         steps: number that each parameter has taken
         staged: the newest weights in the parameters' type, flat, until they are written
+        changes: number of changes of the gradient so far
     """
 
     def __init__(
@@ -87,6 +88,10 @@ class Bucket:
         self.has_gradient = [False] * len(parameters)
         self.steps = [0] * len(parameters)
         self.staged: Tensor | None = None
+        self.changes = 0
+        self._awaited = len(parameters)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         places = zip(self._edges, self.parameters, strict=False)
@@ -103,20 +108,27 @@ class Bucket:
         views = zip(self._views(self.gradient), self.has_gradient, strict=True)
         return [view if has else None for view, has in views]
 
+    def _arrived(self, _parameter: Tensor) -> None:
+        """A gradient is complete. Gather those of a bucket during the backward pass, because the
+        gradients of a pass take as much memory as the model."""
+        self._awaited -= 1
+        if not self._awaited:
+            self.gather()
+
     @torch.no_grad()
-    def gather(self) -> bool:
-        """Take the gradients of a backward pass from the parameters, and add them. Returns whether
-        there were any."""
+    def gather(self) -> None:
+        """Take the gradients of a backward pass from the parameters, and add them."""
+        self._awaited = len(self._whole)
         found = [parameter.grad for parameter in self._whole]
         if all(gradient is None for gradient in found):
-            return False
+            return
+        self.changes += 1
         flat = torch.cat(list(self._pieces(found)))
         for parameter in self._whole:
             parameter.grad = None
         self.gradient = flat if self.gradient is None else self.gradient.float().add_(flat)
         pairs = zip(self.has_gradient, found, strict=True)
         self.has_gradient = [has or gradient is not None for has, gradient in pairs]
-        return True
 
     def _pieces(self, gradients: Sequence[Tensor | None]) -> Iterator[Tensor]:
         for position, gradient in enumerate(gradients):
@@ -130,6 +142,7 @@ class Bucket:
 
     def add_up(self, total: Callable[[Tensor], Tensor], has_gradient: Sequence[bool]) -> None:
         """Add up the gradients of all ranks, in fp32. Args: has_gradient: on any rank"""
+        self.changes += 1
         self.has_gradient = list(has_gradient)
         if any(has_gradient):
             own, self.gradient = self.gradient, None
@@ -148,6 +161,8 @@ class Bucket:
 
     def clear(self) -> None:
         """Drop the gradients."""
+        self.changes += 1
+        self._awaited = len(self._whole)
         for parameter in self._whole:
             parameter.grad = None
         self.gradient, self.has_gradient = None, [False] * len(self.parameters)
@@ -238,7 +253,12 @@ class Bucket:
         if STEP in saved and not self._state:
             self._state = self._initial_state()
         for kind, tensor in self._state_of(position).items():
-            tensor.copy_(saved[kind]) if STEP in saved else tensor.zero_()
+            is_own = kind in self._rule.spans or not self._rule.is_elementwise
+            place = tensor if is_own else self._state[kind]
+            if STEP in saved:
+                place.copy_(saved[kind])
+            elif is_own:
+                place.zero_()
 
 
 def in_order(buckets: Iterable[Bucket], values: Callable[[Bucket], Sequence[T]]) -> list[T]:

@@ -19,7 +19,8 @@ class Gradients:
         self, buckets: Sequence[Bucket], total: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._buckets, self._total = buckets, total
-        self._norm: float | None = None
+        self._norm = 0.0
+        self._norm_of: list[int] = []
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -27,32 +28,31 @@ class Gradients:
         return in_order(self._buckets, Bucket.gradients)
 
     def gather(self) -> None:
-        """Take the gradients from the parameters; between two backward passes, so that their sum is
-        in fp32."""
+        """Take the gradients from the parameters after a backward pass, in which some of them may
+        have had none."""
         for bucket in self._buckets:
-            if bucket.gather():
-                self._norm = None
+            bucket.gather()
 
     def norm(self) -> float:
         """L2 norm over all gradients, in fp32. Waits for the device, once until the gradients
         change."""
-        if self._norm is not None:
+        changes = [bucket.changes for bucket in self._buckets]
+        if changes == self._norm_of:
             return self._norm
         norms = [bucket.row_norms() for bucket in self._buckets if bucket.gradient is not None]
         norm = torch.linalg.vector_norm(torch.cat(norms)) if norms else torch.zeros(())
         self._norm = float(norm if self._total is None else self._total(norm.square()).sqrt())
+        self._norm_of = changes
         return self._norm
 
     @torch.no_grad()
     def add_up(self, ranks: Ranks) -> None:
         """Add up the gradients of all ranks, in fp32. A parameter may have none on some ranks."""
-        self._norm = None
         for bucket in self._buckets:
             has = ranks.total(torch.tensor(bucket.has_gradient, dtype=torch.int64))
             bucket.add_up(ranks.total, has.bool().tolist())
 
     def clear(self) -> None:
         """Drop all gradients, so that they can be computed again."""
-        self._norm = None
         for bucket in self._buckets:
             bucket.clear()

@@ -11,18 +11,25 @@ This file needs Triton, which comes with torch's builds for CUDA.
 
 from __future__ import annotations
 
+import subprocess
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
-from grpo_trainer.optim.master_update import MasterUpdate, Part
+from grpo_trainer.optim.master_update import MasterUpdate, Part, StochasticRounding
 from grpo_trainer.optim.rules import BLOCK, EXP_AVG, EXP_AVG_SQ, StepOptions, UpdateRule
 
 _QUANTISED = ("absmax1", "absmax2", "qmap1", "qmap2")
 _PROBE_WEIGHTS, _PROBE_TOLERANCE = 1 << 12, 2e-5
 """Two steps move a weight by up to 2e-3. Some 8-bit moments differ by one code."""
+_BFLOAT16_STEPS = 2 * 2**-7
+"""Two roundings to a neighbour, relative to the number."""
+_FAILURES = (RuntimeError, OSError, AssertionError, subprocess.SubprocessError, TritonError)
+"""Of Triton, the C compiler that it calls, its cache directory, and the driver."""
 
 
 @triton.jit
@@ -136,24 +143,38 @@ def update(part: Part, step: int, options: StepOptions, seed: int | None) -> Non
 
 
 def difference(rule: UpdateRule, device: torch.device) -> str:
-    """How far two steps of the kernel end from those of the rule; empty if they agree."""
-    start = torch.randn(_PROBE_WEIGHTS, device=device, generator=_seeded(device))
-    ends = []
+    """How far two steps of each variant of the kernel end from those of the rule; empty if they
+    agree."""
+    kernel = MasterUpdate(rule, kernel=update)
     try:
-        for one in (MasterUpdate(rule), MasterUpdate(rule, kernel=update)):
-            master, drawn = start.clone(), _seeded(device)
-            state = rule.initial_state(master, rule.kind_of(master))
-            for step in (1, 2):
-                gradient = torch.randn(_PROBE_WEIGHTS, device=device, generator=drawn)
-                one.step(Part(master, gradient, state), step, StepOptions(1e-3, 0.1, 0.5))
-            ends.append(master)
-    except (RuntimeError, TritonError) as error:  # of a compiler or a driver
+        expected, _ = _stepped(MasterUpdate(rule), device)
+        found, staged = _stepped(kernel, device)
+        rounded, _ = _stepped(kernel, device, StochasticRounding(0, device))
+    except _FAILURES as error:
         return f"{type(error).__name__}: {error}"
-    off = float((ends[0] - ends[1]).abs().mean())
-    if off < _PROBE_TOLERANCE:
-        return ""
-    return f"its weights differ by {off:.2g} on average from those of {type(rule).__name__}"
+    off = float((found - expected).abs().mean())
+    if not off < _PROBE_TOLERANCE:
+        return f"its weights differ by {off:.2g} on average from those of {type(rule).__name__}"
+    for kind, weights in (("staged", staged), ("rounded", rounded)):
+        far = float(((weights - found).abs() - _BFLOAT16_STEPS * found.abs()).max())
+        if not far < _PROBE_TOLERANCE:
+            return f"a weight that it {kind} is {far:.2g} too far from its value in float32"
+    return ""
 
 
-def _seeded(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
+def _stepped(
+    kind: MasterUpdate, device: torch.device, rounding: StochasticRounding | None = None
+) -> tuple[Tensor, Tensor]:
+    """Master weights after two steps, and their staging copy in bfloat16; as float32. Args:
+    rounding: the masters are in bfloat16"""
+    drawn = torch.Generator(device).manual_seed(0)
+    master = torch.randn(_PROBE_WEIGHTS, device=device, generator=drawn).bfloat16()
+    master = master if rounding else master.float()
+    staged = torch.empty_like(master, dtype=torch.bfloat16)
+    state = kind.rule.initial_state(master, kind.rule.kind_of(master))
+    one = replace(kind, rounding=rounding)
+    for step in (1, 2):
+        one.begin_step(step)
+        gradient = torch.randn(_PROBE_WEIGHTS, device=device, generator=drawn)
+        one.step(Part(master, gradient, state, staged), step, StepOptions(1e-3, 0.1, 0.5))
+    return master.float(), staged.float()

@@ -43,7 +43,7 @@ class MasterOptimizer:
         weight_decay: of matrices and embeddings. Norms and biases have none, as in Hugging Face's
             Trainer: their size does not add to the model's capacity
         max_grad_norm: bound on the global L2 norm of the gradient
-        update: updates one master weight tensor (default: AdamW in fp32)
+        update: updates master weights (default: AdamW in fp32)
         adam: constants of the Adam rules
         total: see `Gradients`
         scales_loss: gradients are computed in float16 and multiplied by `loss_scale`

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 from grpo_trainer.errors import UnusableOptimizer
 
 State = dict[str, Tensor]
-"""A rule's state of one parameter, by kind; empty before its first step."""
+"""A rule's state of a parameter, a bucket or a part of it, by kind; empty before its first step."""
 
 STEP = "step"
 """The kind that counts a parameter's steps in a checkpoint: a float32 scalar."""
@@ -58,8 +58,8 @@ ADAM = Adam()
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a step for one parameter. `gradient_scale` clips the gradient norm and divides by
-    the loss scale; it is the same for all parameters."""
+    """Options of a step for one bucket. `gradient_scale` clips the gradient norm and divides by
+    the loss scale; it is the same for all buckets."""
 
     lr: float
     weight_decay: float

@@ -27,7 +27,7 @@ from grpo_trainer.ranks import Ranks
 
 log = structlog.get_logger()
 
-PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
+PRODUCT_SIZE = {"cuda": 4096, "cpu": 1024}
 MEASURED_S = 0.2
 
 
@@ -97,7 +97,8 @@ class ModelFlops:
 def _attention_widths(config: Any) -> Iterator[int]:
     """Of all heads of each layer; 0 if it is recurrent."""
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    for kind, layer in zip(kinds, config.per_layer_config, strict=False):
+    layers = getattr(config, "per_layer_config", None) or [config] * len(kinds)
+    for kind, layer in zip(kinds, layers, strict=False):
         has_heads = hasattr(layer, "num_attention_heads") and kind != "linear_attention"
         yield head_widths(layer)[0] if has_heads else 0
 

@@ -4,6 +4,7 @@ Triton reads TRITON_INTERPRET when it is first imported, so this is a process of
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,11 @@ from tests.unit.trainer.update_variants import CPU, VARIANTS, Model
 
 RULES: dict[str, UpdateRule] = {"adamw": AdamW32(), "adamw_8bit": AdamW8bit(CPU)}
 WRONG = {"lr": 2e-3, "weight_decay": 30.0, "gradient_scale": -0.5}
+ERRORS = (
+    OSError("the cache cannot be written"),
+    AssertionError("libcuda.so cannot found!"),
+    subprocess.CalledProcessError(1, "gcc"),
+)
 right = kernel.update
 
 
@@ -27,6 +33,19 @@ def refused(name: str, value: float) -> str:
         right(part, step, replace(options, **{name: value}), seed)
 
     kernel.update = wrong
+    try:
+        return kernel.difference(RULES["adamw"], CPU)
+    finally:
+        kernel.update = right
+
+
+def failed(error: Exception) -> str:
+    """Why a kernel that fails is refused."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    kernel.update = fail
     try:
         return kernel.difference(RULES["adamw"], CPU)
     finally:
@@ -63,6 +82,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "difference": {name: kernel.difference(rule, CPU) for name, rule in RULES.items()},
         "refused": {name: refused(name, value) for name, value in WRONG.items()},
+        "failed": {type(error).__name__: failed(error) for error in ERRORS},
         "furthest": {variant: furthest(variant) for variant in RULES},
         "rounded": rounded(),
     }

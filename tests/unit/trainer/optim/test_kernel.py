@@ -36,6 +36,11 @@ def test_a_kernel_that_takes_another_value_of_an_option_is_refused(
     assert "its weights differ by" in interpreted["refused"][option]
 
 
+def test_a_kernel_that_cannot_be_built_or_run_is_refused(interpreted: Any) -> None:
+    for name, reason in interpreted["failed"].items():
+        assert reason.startswith(f"{name}: ")
+
+
 def test_an_optimizer_with_the_kernel_takes_the_same_steps_and_stages_them(
     interpreted: Any,
 ) -> None:

@@ -98,6 +98,28 @@ def test_the_first_gradient_is_kept_as_it_came_and_the_sum_is_that_in_fp32() -> 
     assert parameter.grad is None
 
 
+def test_a_buckets_gradients_are_gathered_during_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the gradients of a pass would be kept twice when it ends."""
+    monkeypatch.setattr("grpo_trainer.optim.buckets.BUCKET_ELEMENTS", 64)
+    matrices = [nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(3)]
+    masters = MasterOptimizer(matrices, lambda _: 0.1, 0.0, 1.0)
+    assert len(masters.buckets) == 3
+    at_first: list[bool] = []
+    matrices[0].register_hook(
+        lambda _: at_first.append(any(p.grad is not None for p in matrices[1:]))
+    )
+    for _ in range(3):
+        value = torch.ones(8, 8, dtype=torch.bfloat16)
+        for matrix in matrices:
+            value = value @ matrix
+        value.sum().backward()  # type: ignore[no-untyped-call]
+        assert not any(p.grad is not None for p in matrices)
+    assert at_first == [False] * 3
+    assert all(gradient is not None for gradient in masters.gradients.tensors)
+
+
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [*((variant, torch.bfloat16) for variant in VARIANTS), ("adamw", torch.float16)],
