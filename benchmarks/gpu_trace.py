@@ -41,7 +41,7 @@ from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.packed_attention import Flash, enable
 from grpo_trainer.model.packing import PACKED, PADDED
 from grpo_trainer.optim.master_optimizer import build_optimizer
-from grpo_trainer.optim.master_update import Part
+from grpo_trainer.optim.master_update import BucketPart
 from grpo_trainer.optim.rules import MAP_VALUES
 
 BYTES_PER_S, FLOPS_PER_S = 3.03e12, 790e12
@@ -146,7 +146,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(operator, inputs, [], 0)
         return found
 
-    def kernel(self, part: Part, *_: object) -> None:
+    def kernel(self, part: BucketPart, *_: object) -> None:
         """Counts what `grpo_trainer.optim.kernel` reads and writes."""
         state = [tensor for tensor in part.state.values() if tensor.numel() > MAP_VALUES]
         twice = sum(tensor.nbytes for tensor in (part.master, *state))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import MasterUpdate, Part, StochasticRounding
+from grpo_trainer.optim.master_update import BucketPart, MasterUpdate, StochasticRounding
 from grpo_trainer.optim.rules import ADAM, Adafactor, Adam, AdamW8bit, AdamW32, StepOptions
 
 CPU = torch.device("cpu")
@@ -116,6 +116,6 @@ def _after_nine_steps(
     state, first = update.rule.initial_state(master, update.rule.kind_of(master)), master
     for step in range(9):
         gradient = torch.randn(size, generator=drawn)
-        update.step(Part(master, gradient, state), step + 1, StepOptions(1e-6, weight_decay))
+        update.step(BucketPart(master, gradient, state), step + 1, StepOptions(1e-6, weight_decay))
         first = master.clone() if step == 0 else first
     return first, master

@@ -56,7 +56,7 @@ def chosen_sandbox() -> Sandbox:
     return sandbox_of(os.environ.get(VARIABLE, AUTO))
 
 
-class RunOptions(TypedDict, total=False):
+class SandboxOptions(TypedDict, total=False):
     """The options of `Sandbox.run`."""
 
     environment: Mapping[str, str] | None
@@ -77,7 +77,9 @@ exec(compile(code, "<program>", "exec"))
 _LONGEST_ARGUMENT = 2**17 - 1
 
 
-async def run_python_async(code: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
+async def run_python_async(
+    code: str, *, stdin: str = "", **options: Unpack[SandboxOptions]
+) -> Ended:
     """Run a Python program. It has the packages of this environment. Raises `SandboxUnusable`: see
     `sandbox_of`."""
     sandbox = chosen_sandbox()
@@ -89,7 +91,9 @@ async def run_python_async(code: str, *, stdin: str = "", **options: Unpack[RunO
     )
 
 
-async def run_shell_async(command: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
+async def run_shell_async(
+    command: str, *, stdin: str = "", **options: Unpack[SandboxOptions]
+) -> Ended:
     """Run a command of the shell `sh`, without its zero bytes. Raises as `run_python_async`."""
     words = command.encode(errors="replace").replace(b"\0", b"")
     if len(words) > _LONGEST_ARGUMENT:
@@ -101,12 +105,12 @@ async def run_shell_async(command: str, *, stdin: str = "", **options: Unpack[Ru
     )
 
 
-def run_python(code: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
+def run_python(code: str, *, stdin: str = "", **options: Unpack[SandboxOptions]) -> Ended:
     """Do as `run_python_async`, and wait. Safe inside a running event loop, which it blocks."""
     return _wait(run_python_async(code, stdin=stdin, **options))
 
 
-def run_shell(command: str, *, stdin: str = "", **options: Unpack[RunOptions]) -> Ended:
+def run_shell(command: str, *, stdin: str = "", **options: Unpack[SandboxOptions]) -> Ended:
     """Do as `run_shell_async`, and wait. Safe inside a running event loop, which it blocks."""
     return _wait(run_shell_async(command, stdin=stdin, **options))
 

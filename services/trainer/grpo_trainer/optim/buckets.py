@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.optim.master_update import MasterUpdate, Part
+from grpo_trainer.optim.master_update import BucketPart, MasterUpdate
 from grpo_trainer.optim.rules import STEP, State, StepOptions
 
 MASTER = "master"
@@ -203,19 +203,19 @@ class Bucket:
                 yield first, beyond
             first = beyond
 
-    def _parts(self, first: int, beyond: int) -> Iterator[Part]:
+    def _parts(self, first: int, beyond: int) -> Iterator[BucketPart]:
         """Neighbours, in parts of limited size."""
         assert self.gradient is not None
         if not self._rule.is_elementwise:
             staged = None if self.staged is None else self.newest()[0]
-            yield Part(self.masters[0], self._views(self.gradient)[0], self._state, staged)
+            yield BucketPart(self.masters[0], self._views(self.gradient)[0], self._state, staged)
             return
         most = PART_ELEMENTS if self._master.device.type == "cpu" else BUCKET_ELEMENTS
         for start in range(self._edges[first], self._edges[beyond], most):
             end = min(start + most, self._edges[beyond])
             staged = None if self.staged is None else self.staged[start:end]
             master, gradient = self._master[start:end], self.gradient[start:end]
-            yield Part(master, gradient, self._state_at(start, end), staged)
+            yield BucketPart(master, gradient, self._state_at(start, end), staged)
 
     def _state_at(self, start: int, end: int) -> State:
         spans = self._rule.spans

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
-from grpo_trainer.optim.master_update import MasterUpdate, Part, StochasticRounding
+from grpo_trainer.optim.master_update import BucketPart, MasterUpdate, StochasticRounding
 from grpo_trainer.optim.rules import BLOCK, EXP_AVG, EXP_AVG_SQ, StepOptions, UpdateRule
 
 _QUANTISED = ("absmax1", "absmax2", "qmap1", "qmap2")
@@ -107,7 +107,7 @@ def _codes(values, largest, scale, code_values):
     return code.to(tl.uint8)
 
 
-def update(part: Part, step: int, options: StepOptions, seed: int | None) -> None:
+def update(part: BucketPart, step: int, options: StepOptions, seed: int | None) -> None:
     """Take one step on a part of a bucket, and stage the result.
 
     Args:
@@ -176,5 +176,5 @@ def _stepped(
     for step in (1, 2):
         one.begin_step(step)
         gradient = torch.randn(_PROBE_WEIGHTS, device=device, generator=drawn)
-        one.step(Part(master, gradient, state, staged), step, StepOptions(1e-3, 0.1, 0.5))
+        one.step(BucketPart(master, gradient, state, staged), step, StepOptions(1e-3, 0.1, 0.5))
     return master.float(), staged.float()

@@ -42,7 +42,7 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketPart:
     """Weights that are updated together, as views: all of one tensor, or some of a flat one.
 
     Args:
@@ -59,7 +59,7 @@ class Part:
     staged: Tensor | None = None
 
 
-Kernel = Callable[[Part, int, StepOptions, int | None], None]
+Kernel = Callable[[BucketPart, int, StepOptions, int | None], None]
 """Args: the part; the step, counted from 1; the options; a seed for stochastic rounding"""
 
 
@@ -91,7 +91,7 @@ class MasterUpdate:
         if self.rounding is not None:
             self.rounding.begin_step(index)
 
-    def step(self, part: Part, step: int, options: StepOptions) -> None:
+    def step(self, part: BucketPart, step: int, options: StepOptions) -> None:
         """Update master weights in place, and stage them. Args: step: counted from 1"""
         if self.kernel is not None:
             seed = None if self.rounding is None else self.rounding.next_seed()
@@ -107,7 +107,7 @@ class MasterUpdate:
         if part.staged is not None:
             part.staged.copy_(master)
 
-    def _update(self, weights: Tensor, part: Part, step: int, options: StepOptions) -> None:
+    def _update(self, weights: Tensor, part: BucketPart, step: int, options: StepOptions) -> None:
         """Args: weights: fp32, changed in place."""
         decay = options.lr * options.weight_decay
         if decay == 0:

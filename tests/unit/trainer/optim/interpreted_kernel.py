@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_trainer.optim import kernel
-from grpo_trainer.optim.master_update import Part
+from grpo_trainer.optim.master_update import BucketPart
 from grpo_trainer.optim.rules import BLOCK, AdamW8bit, AdamW32, StepOptions, UpdateRule
 from tests.unit.trainer.update_variants import CPU, VARIANTS, Model
 
@@ -29,7 +29,7 @@ right = kernel.update
 def refused(name: str, value: float) -> str:
     """Why a kernel that takes another value of an option is refused."""
 
-    def wrong(part: Part, step: int, options: StepOptions, seed: int | None) -> None:
+    def wrong(part: BucketPart, step: int, options: StepOptions, seed: int | None) -> None:
         right(part, step, replace(options, **{name: value}), seed)
 
     kernel.update = wrong
@@ -72,7 +72,7 @@ def rounded() -> list[float]:
     number, 2^-8."""
     count = 32 * BLOCK
     master, gradient = torch.ones(count, dtype=torch.bfloat16), torch.ones(count)
-    part = Part(master, gradient, RULES["adamw"].initial_state(master, None))
+    part = BucketPart(master, gradient, RULES["adamw"].initial_state(master, None))
     right(part, 1, StepOptions(1e-3, 0.0), 7)
     found: list[float] = ((1 - master.float()) * 256).tolist()
     return found
