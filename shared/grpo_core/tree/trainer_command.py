@@ -61,6 +61,8 @@ def _url_of_port(port: object) -> str:
     return f"http://127.0.0.1:{text}"
 
 
+_INTERVALS = {"adapter_sync_interval", "vllm_restart_interval"}
+"""Two names of one option in mode lora_only."""
 COMMAND = Command(
     prog="grpo",
     env_prefix="GRPO_",
@@ -210,10 +212,14 @@ class CommandLine(
                 unused.append(f"{given.pop(field).name} (only in mode {' or '.join(modes)})")
         if unused:
             yield f"ignored in mode {mode}: {', '.join(sorted(unused))}"
+        typed = [name for name in _INTERVALS & given.keys() if given[name].name.startswith("--")]
+        if mode == "lora_only" and len(typed) == 1:  # it wins over a file's, under either name
+            for name in _INTERVALS - {*typed}:
+                given.pop(name, None)
 
     def mistakes(self) -> Iterator[Mistake]:
         kind = KINDS[self.mode]
-        both = {"adapter_sync_interval", "vllm_restart_interval"} <= self.model_fields_set
+        both = self.model_fields_set >= _INTERVALS
         if both and self.adapter_sync_interval != self.vllm_restart_interval:
             yield Mistake(
                 "adapter_sync_interval",

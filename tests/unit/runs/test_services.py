@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.settings import OptionsInvalid, load_settings, parsed
+from grpo_core.settings import OptionsInvalid, load_settings, parsed, resolved_yaml
 from grpo_core.settings.options import OF_TRL, options_of
 from grpo_runs.__main__ import main
 from grpo_runs.commands import whole_run
@@ -180,6 +180,23 @@ def test_both_names_of_the_interval_count_in_lora_only(flag: str, every: int) ->
     assert value_of(flag, command_line("grpo_trainer", words)) == str(every)
     assert load(*words).publish_every_steps == every
     assert load(*words).resolved()[flag.removeprefix("--").replace("-", "_")] == every
+
+
+def test_a_configuration_of_lora_restart_publishes_every_step_in_lora_only(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    settings = load("--mode", "lora_restart")
+    file.write_text(resolved_yaml(settings.command, settings.resolved()))
+    assert load("--config", str(file)).publish_every_steps == 10
+    assert load("--config", str(file), "--mode", "lora_only").publish_every_steps == 1
+
+
+def test_an_interval_of_the_command_line_wins_over_that_of_a_file_under_its_other_name(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("adapter-sync-interval: 3\n")
+    words = ["--config", str(file), "--mode", "lora_only", "--vllm-restart-interval", "4"]
+    assert load(*words).publish_every_steps == 4
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -91,7 +91,7 @@ def demo_job(settings: CompareSettings, mode: ModeName, run: Path) -> Service:
     return Service(
         name=mode,
         command=[
-            *(sys.executable, "-m", "grpo_runs", *settings.passed_on),
+            *(sys.executable, "-m", "grpo_runs", *settings.words_in(mode)),
             *(*words, "--run-dir", str(run)),
         ],
         healthy=lambda: True,

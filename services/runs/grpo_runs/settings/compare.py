@@ -99,6 +99,18 @@ class CompareSettings(CommandSettings):
     def passed_on(self) -> list[str]:
         return [word for word in self.run_options if word != SEPARATOR]
 
+    def words_in(self, mode: ModeName) -> list[str]:
+        """What the run in this mode gets of `passed_on`. An interval of restarts would make
+        lora_only publish its adapter as seldom."""
+        kept, words = [], iter(self.passed_on)
+        for word in words:
+            name, has_value, _ = word.replace("_", "-").partition("=")
+            if mode != "lora_only" or not name.endswith("vllm-restart-interval"):
+                kept.append(word)
+            elif not has_value:
+                next(words, None)
+        return kept
+
     def start_mistakes(self) -> Iterator[Mistake]:
         if problem := not_writable(self.directory or RUNS):
             yield Mistake("directory", problem)
@@ -138,7 +150,7 @@ class CompareSettings(CommandSettings):
         """Messages of grpo-demo in each mode, each once."""
         lines: dict[str, None] = {}
         for mode in self.modes if self.run_options else ():
-            words = [*self.passed_on, "--steps", str(self.steps), "--mode", mode]
+            words = [*self.words_in(mode), "--steps", str(self.steps), "--mode", mode]
             try:
                 with contextlib.redirect_stderr(io.StringIO()):  # notes about unused options
                     parsed(DemoSettings, words, at_start=True, below=DEMO_FILE)

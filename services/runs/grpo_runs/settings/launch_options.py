@@ -435,7 +435,9 @@ class LaunchOptions(
     def resolved(self) -> dict[str, Any]:
         """What was given, and what follows from it. Without the directories, as this configuration
         can be used for another run, and without --on-end and --on-alert, which may hold secrets."""
-        own = OWN | self.model_fields_set | ({*SIZE_NAMES} if self.starts_all else set())
+        # In lora_only, which may read this later, the interval of restarts counts if it is given.
+        sizes = {*SIZE_NAMES} - {"vllm_restart_interval"} if self.starts_all else set()
+        own = OWN | self.model_fields_set | sizes
         own -= (
             PairOptions.model_fields.keys() if self.starts_all else NEEDS_TASK
         ) - self.model_fields_set

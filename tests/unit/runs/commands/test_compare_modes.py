@@ -119,6 +119,15 @@ def test_modes_run_one_after_another_and_differ_in_their_mode_alone(comparing: C
         assert comparing.said(mode).startswith(expected)
 
 
+@pytest.mark.parametrize("words", ["--vllm-restart-interval 7", "--vllm_restart_interval=7"])
+def test_lora_only_publishes_each_step_while_other_modes_restart_less_often(
+    comparing: Comparing, words: str
+) -> None:
+    assert comparing.run(f"--modes lora_restart,lora_only -- {words} --lr 0.125") == 0
+    assert comparing.said("lora_restart").startswith(f"{words} --lr 0.125 --mode")
+    assert comparing.said("lora_only").startswith("--lr 0.125 --mode")
+
+
 def test_the_table_has_a_column_per_mode_with_what_it_took(comparing: Comparing) -> None:
     assert comparing.run("--modes none,lora_only") == 0
     expected = {
