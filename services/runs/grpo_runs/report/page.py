@@ -31,7 +31,8 @@ def write_report(
     logs_after: int = 0,
 ) -> Path:
     """Write the page to `output`, by default `report.html` of the run; returns its path. The run
-    may still be training.
+    may still be training. The curves show each step as it was last taken: a step that repeats
+    replaces the earlier ones from its number on.
 
     Args: logs: of the run, if they were read; logs_after: the step after which these begin
 

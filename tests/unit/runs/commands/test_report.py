@@ -13,6 +13,7 @@ from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.page import config_of, title_of
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.settings.rollouts import ReportSettings
+from tests.unit.core.rollouts.test_page import data_of
 from tests.unit.runs.records import evaluation, metrics_line
 from tests.unit.runs.stand_ins import Shown
 
@@ -72,6 +73,13 @@ def test_an_offline_run_that_samples_by_itself_has_the_mode_local(tmp_path: Path
     (tmp_path / "keys.yaml").write_text(content)
     config = config_of(run)
     assert (config["mode"], config["steps"], title_of(config)) == ("local", 6, "GRPO on sums: m")
+
+
+def test_the_curves_end_with_the_step_that_was_taken_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(map(metrics_line, (1, 2, 3, 2))))
+    assert reported(tmp_path)[0] == 0
+    curves = data_of(tmp_path / "report.html")["content"]["curves"]
+    assert {tuple(step for step, _ in one["points"]) for one in curves} == {(1, 2)}
 
 
 def test_open_shows_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
