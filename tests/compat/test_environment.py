@@ -142,11 +142,11 @@ def test_what_the_environments_send_lines_up_with_what_is_trained(
     first, *later = training_run.records
     assert first["alignment/diff_max"] < NOISE_NATS
     assert first["grpo/mean_ratio"] == pytest.approx(1.0, abs=NOISE_NATS)
-    assert max(record["alignment/diff_abs_mean"] for record in later) < STALE_NATS
+    assert all(record["alignment/diff_abs_mean"] < STALE_NATS for record in later)
 
 
 def test_the_server_serves_every_update(training_run: TrainingRun) -> None:
-    assert max(record["alignment/probe_max"] for record in training_run.records) < NOISE_NATS
+    assert all(record["alignment/probe_max"] < NOISE_NATS for record in training_run.records)
     assert min(record["alignment/probe_moved"] for record in training_run.records) > 10 * NOISE_NATS
 
 

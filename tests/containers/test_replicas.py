@@ -116,7 +116,7 @@ def test_a_run_goes_on_without_one_of_three_servers_and_takes_it_back(
     docker("stop", stack.container("trainer"))
     records = stack.fetch(tmp_path)
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-    assert max(record["alignment/probe_max"] for record in records) < NOISE
+    assert all(record["alignment/probe_max"] < NOISE for record in records)
     assert all(record["publication/servers"] in (REPLICAS - 1, REPLICAS) for record in records)
     for server in servers:
         ended = docker("inspect", "--format", "{{.State.Running}}", server)

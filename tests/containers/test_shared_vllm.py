@@ -57,7 +57,7 @@ def test_every_step_is_served_though_the_server_was_killed(finished: Stack, tmp_
     assert [record["step"] for record in made] == list(range(1, STEPS + 1))
     probed = {r["step"]: r for r in made if "alignment/probe_max" in r}
     assert list(probed) == [1, 10]  # before the kill and after it
-    assert max(record["alignment/probe_max"] for record in probed.values()) < NOISE
+    assert all(record["alignment/probe_max"] < NOISE for record in probed.values())
     assert min(record["alignment/probe_moved"] for record in probed.values()) > 100 * NOISE
     # The server that came back has answered nobody with the checkpoint.
     after = made[KILLED_AFTER_STEPS:]
