@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +92,10 @@ class Bucket:
         self.staged: Tensor | None = None
         self.changes = 0
         self._awaited = len(parameters)
+        # A parameter that kept its bucket would be kept by it, together with shared memory.
+        hook = partial(_arrived, ref(self))
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         places = zip(self._edges, self.parameters, strict=False)
@@ -108,7 +112,7 @@ class Bucket:
         views = zip(self._views(self.gradient), self.has_gradient, strict=True)
         return [view if has else None for view, has in views]
 
-    def _arrived(self, _parameter: Tensor) -> None:
+    def gradient_arrived(self) -> None:
         """A gradient is complete. Gather those of a bucket during the backward pass, because the
         gradients of a pass take as much memory as the model."""
         self._awaited -= 1
@@ -259,6 +263,11 @@ class Bucket:
                 place.copy_(saved[kind])
             elif is_own:
                 place.zero_()
+
+
+def _arrived(bucket: ref[Bucket], _parameter: Tensor) -> None:
+    if (found := bucket()) is not None:
+        found.gradient_arrived()
 
 
 def in_order(buckets: Iterable[Bucket], values: Callable[[Bucket], Sequence[T]]) -> list[T]:

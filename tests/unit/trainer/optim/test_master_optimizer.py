@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +98,16 @@ def test_the_first_gradient_is_kept_as_it_came_and_the_sum_is_that_in_fp32() -> 
     assert both.dtype == torch.float32
     assert both.unique().tolist() == [257.0]
     assert parameter.grad is None
+
+
+def test_parameters_do_not_keep_their_optimizer() -> None:
+    """Else the shared memory that they are views of would stay attached."""
+    parameter = nn.Parameter(torch.ones(8))
+    bucket = weakref.ref(optimizer(parameter, lr=0.1).buckets[0])
+    gc.collect()
+    assert bucket() is None
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    assert parameter.grad is not None
 
 
 def test_a_buckets_gradients_are_gathered_during_the_backward_pass(
