@@ -158,7 +158,8 @@ def working_bytes(
     recomputed = layers * tokens * element * hidden + max(head, layer)
     # The update takes a part of a bucket at a time: float32 copies of it.
     weights = sum(p.numel() for p in trained)
-    bucket = min(weights, max(BUCKET_ELEMENTS, max(p.numel() for p in trained)))
+    most = BUCKET_ELEMENTS if is_gpu else PART_ELEMENTS
+    bucket = min(weights, max(most, max(p.numel() for p in trained)))
     has_wide_gradient = settings.gradient_accumulation_steps > 1 or trained[0].element_size() == 4
     copies = 1 + (settings.master_dtype != "float32") + (not has_wide_gradient)
     copies += settings.weight_decay > 0

@@ -29,7 +29,8 @@ BUCKET_ELEMENTS = 2**27
 """Most weights of a bucket of several parameters. Copies of all gradients or results at once would
 be as large as the model; copies of a bucket are 256 MiB in bf16."""
 PART_ELEMENTS = 2**22
-"""Number of weights that a CPU updates at a time: their copies take 16 MiB each."""
+"""The same on a CPU, where launches cost little: 16 MiB in fp32. Also the number of weights of a
+larger parameter that it updates at a time."""
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -293,20 +294,21 @@ def buckets_of(
         indices[kind, part.dtype, parameter.ndim > 1].append(index)
     found = []
     for alike in indices.values():
-        for some in _limited(alike, [own_part(p).numel() for p in parameters]):
+        most = PART_ELEMENTS if parameters[0].device.type == "cpu" else BUCKET_ELEMENTS
+        for some in _limited(alike, [own_part(p).numel() for p in parameters], most):
             members = [parameters[index] for index in some]
             decay = weight_decay if members[0].ndim > 1 else 0.0
             found.append(Bucket(some, members, decay, update))
     return found
 
 
-def _limited(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Divide the indices into parts of at most `BUCKET_ELEMENTS` weights, or of one parameter."""
+def _limited(indices: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Divide the indices into parts of at most `most` weights, or of one parameter."""
     found, left = list[list[int]](), 0
     for index in indices:
         left -= sizes[index]
         if not found or left < 0:
             found.append([])
-            left = BUCKET_ELEMENTS - sizes[index]
+            left = most - sizes[index]
         found[-1].append(index)
     return found

@@ -114,7 +114,7 @@ def test_a_buckets_gradients_are_gathered_during_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the gradients of a pass would be kept twice when it ends."""
-    monkeypatch.setattr("grpo_trainer.optim.buckets.BUCKET_ELEMENTS", 64)
+    monkeypatch.setattr("grpo_trainer.optim.buckets.PART_ELEMENTS", 64)
     matrices = [nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16)) for _ in range(3)]
     masters = MasterOptimizer(matrices, lambda _: 0.1, 0.0, 1.0)
     assert len(masters.buckets) == 3
