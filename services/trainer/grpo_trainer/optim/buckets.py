@@ -128,10 +128,17 @@ class Bucket:
         if all(gradient is None for gradient in found):
             return
         self.changes += 1
-        flat = torch.cat(list(self._pieces(found)))
+        if self.gradient is not None and self.gradient.dtype == self._zeros.dtype == torch.float32:
+            pairs_of = zip(self._views(self.gradient), found, strict=True)
+            sums, terms = zip(
+                *((s, own_part(g)) for s, g in pairs_of if g is not None), strict=True
+            )
+            torch._foreach_add_(sums, terms)
+        else:
+            flat = torch.cat(list(self._pieces(found)))
+            self.gradient = flat if self.gradient is None else self.gradient.float().add_(flat)
         for parameter in self._whole:
             parameter.grad = None
-        self.gradient = flat if self.gradient is None else self.gradient.float().add_(flat)
         pairs = zip(self.has_gradient, found, strict=True)
         self.has_gradient = [has or gradient is not None for has, gradient in pairs]
 
