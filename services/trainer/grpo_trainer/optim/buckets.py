@@ -129,11 +129,9 @@ class Bucket:
             return
         self.changes += 1
         if self.gradient is not None and self.gradient.dtype == self._zeros.dtype == torch.float32:
-            pairs_of = zip(self._views(self.gradient), found, strict=True)
-            sums, terms = zip(
-                *((s, own_part(g)) for s, g in pairs_of if g is not None), strict=True
-            )
-            torch._foreach_add_(sums, terms)
+            sums = zip(self._views(self.gradient), found, strict=True)
+            added = [(total, own_part(term)) for total, term in sums if term is not None]
+            torch._foreach_add_([total for total, _ in added], [term for _, term in added])
         else:
             flat = torch.cat(list(self._pieces(found)))
             self.gradient = flat if self.gradient is None else self.gradient.float().add_(flat)
