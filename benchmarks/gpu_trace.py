@@ -123,7 +123,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.phases[self.phase].waits["upload"] += 1
         if operator not in FREE and any(t.is_meta for t in (*inputs, *outputs)):
             flops = flop_registry.get(operator)
-            work = flops(*args, **kwargs, out_val=result) if flops else 0
+            shaped = (arg for arg in args if not isinstance(arg, torch.dtype))
+            work = flops(*shaped, **kwargs, out_val=result) if flops else 0
             self._add(operator, inputs, outputs, work)
         return result
 

@@ -210,14 +210,16 @@ def _parts(length: int, rows: int) -> Iterator[slice]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += leftᵀ right: [V, H], [K, V], [K, H]."""
+    """total += leftᵀ right: [V, H], [K, V], [K, H]. The product is not rounded before the sum."""
+    if not total.is_cpu:
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+        return
+    left, right = left.float(), right.float()
     if onednn.computes(left):  # which cannot add in place
         for rows in _parts(len(total), max(1, SUMMED_ELEMENTS // total.shape[1])):
             total[rows] += onednn.linear(left[:, rows].T, right.T)
-    elif left.dtype == total.dtype:
-        total.addmm_(left.T, right)  # without a copy of the size of `total`
     else:
-        total += left.T @ right
+        total.addmm_(left.T, right)  # without a copy of the size of `total`
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:
