@@ -17,7 +17,6 @@ _font_log = logging.getLogger("matplotlib.font_manager")
 _font_log.setLevel(logging.ERROR)
 
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
@@ -112,9 +111,7 @@ def draw_panels(
 
 
 def _figure(size_inches: tuple[float, float]) -> Figure:
-    figure = Figure(figsize=size_inches, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=size_inches, dpi=DOTS_PER_INCH, layout="constrained")
 
 
 def _open_frame(axes: Axes) -> None:
