@@ -56,8 +56,16 @@ def _write(settings: RolloutsSettings, screen: Screen) -> bool:
         return _show_diff(settings, settings.diff, screen)
     steps = settings.steps(steps_in(settings.directory))
     records = filter(settings.includes, read_steps(settings.directory, steps))
-    chosen = ranked(settings, records)
-    return _write_json(chosen) if settings.json_lines else _show(settings, chosen, screen)
+    text, any_passed = RolloutText(settings.directory), False
+    for record in ranked(settings, records):
+        any_passed = True
+        if settings.json_lines:
+            sys.stdout.write(json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n")
+        else:
+            for line, style in sample_lines(record, text, screen.width):
+                screen.line(line, style)
+    sys.stdout.flush()
+    return any_passed
 
 
 def ranked(settings: RolloutsSettings, records: Iterable[RolloutRecord]) -> Iterable[RolloutRecord]:
@@ -72,24 +80,6 @@ def ranked(settings: RolloutsSettings, records: Iterable[RolloutRecord]) -> Iter
     if settings.shown is None:
         return sorted(records, key=rank)
     return heapq.nsmallest(settings.shown, records, key=rank)
-
-
-def _write_json(records: Iterable[RolloutRecord]) -> bool:
-    any_passed = False
-    for record in records:
-        any_passed = True
-        sys.stdout.write(json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n")
-    sys.stdout.flush()
-    return any_passed
-
-
-def _show(settings: RolloutsSettings, records: Iterable[RolloutRecord], screen: Screen) -> bool:
-    text, any_passed = RolloutText(settings.directory), False
-    for record in records:
-        any_passed = True
-        for line, style in sample_lines(record, text, screen.width):
-            screen.line(line, style)
-    return any_passed
 
 
 def report(settings: ReportSettings, screen: Screen) -> int:
