@@ -8,6 +8,7 @@ from urllib.parse import parse_qs, quote, urlencode
 
 from pydantic import SecretStr
 from starlette.requests import HTTPConnection
+from starlette.responses import RedirectResponse
 
 from grpo_core.security import App, Receive, Scope, Send, carries, refuse
 
@@ -33,7 +34,7 @@ class TokenCookie:
             return
         query = parse_qs(scope["query_string"].decode("latin-1"))
         if self._is_token((query.pop(PARAMETER, [""]))[0]):
-            await self._welcome(scope, query, send)
+            await self._welcome(scope, query)(scope, receive, send)
             return
         await refuse(
             send,
@@ -51,18 +52,14 @@ class TokenCookie:
         assert self._token is not None
         return hmac.compare_digest(given.encode(), self._token.encode())
 
-    async def _welcome(self, scope: Scope, query: dict[str, list[str]], send: Send) -> None:
-        rest = urlencode(query, doseq=True)
-        cookie = f"{_name_of_cookie(scope)}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-        # The path as a browser sends it, and one slash at its beginning: two would be a host.
-        path = "/" + quote(scope["path"].lstrip("/"))
-        headers = [
-            (b"location", (path + (f"?{rest}" if rest else "")).encode()),
-            (b"set-cookie", cookie.encode()),
-            (b"referrer-policy", b"no-referrer"),
-        ]
-        await send({"type": "http.response.start", "status": 303, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
+    def _welcome(self, scope: Scope, query: dict[str, list[str]]) -> RedirectResponse:
+        # One slash at the beginning of the path: two would be a host.
+        path, rest = "/" + quote(scope["path"].lstrip("/")), urlencode(query, doseq=True)
+        response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+        response.headers["referrer-policy"] = "no-referrer"
+        name = _name_of_cookie(scope)
+        response.set_cookie(name, self._token or "", httponly=True, samesite="strict")
+        return response
 
 
 def _name_of_cookie(scope: Scope) -> str:

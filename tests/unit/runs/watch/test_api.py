@@ -271,7 +271,7 @@ def test_a_token_is_needed_and_kept_as_a_cookie(run: RunDirectory) -> None:
     welcome = client.get("/?token=secret&run=mine")
     assert (welcome.status_code, welcome.headers["location"]) == (303, "/?run=mine")
     cookie = welcome.headers["set-cookie"]
-    assert {"HttpOnly", "SameSite=Strict"} <= {one.strip() for one in cookie.split(";")}
+    assert {"HttpOnly", "SameSite=strict"} <= {one.strip() for one in cookie.split(";")}
     assert client.get("/api/runs").status_code == 200  # the client has kept it
 
 
