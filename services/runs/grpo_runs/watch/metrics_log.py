@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +82,7 @@ class MetricsLog:
 
     def since(self, serial: int) -> list[Row]:
         """The rows that are newer."""
-        first = len(self.rows)
-        while first and self.rows[first - 1].serial > serial:
-            first -= 1
-        return self.rows[first:]
+        return self.rows[bisect_right(self.rows, serial, key=lambda row: row.serial) :]
 
     def curves(self, axis: Axis, most: int) -> dict[str, list[CurvePoint]]:
         """Of each metric at most about `most` points, among them every minimum and maximum."""
