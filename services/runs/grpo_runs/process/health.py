@@ -28,16 +28,12 @@ class HealthProbe(ClosesOnExit):
 
     def answers(self, base_url: str) -> bool:
         """`GET /health` is 200."""
-        return self._get(f"{base_url}/health") is not None
+        return self._status(base_url) == httpx.codes.OK
 
     def responds(self, base_url: str) -> bool:
         """`GET /health` has any answer. An inference server that waits until a trainer has written
         its weights back answers 503, so the trainer's start must not wait for 200."""
-        try:
-            self._client.get(f"{base_url}/health")
-        except httpx.RequestError:
-            return False
-        return True
+        return self._status(base_url) is not None
 
     def trainer_is_registered(self, run_api_url: str) -> bool:
         info = self._get_json(f"{run_api_url}/info")
@@ -53,18 +49,14 @@ class HealthProbe(ClosesOnExit):
     def close(self) -> None:
         self._client.close()
 
-    def _get(self, url: str) -> httpx.Response | None:
+    def _status(self, base_url: str) -> int | None:
         try:
-            response = self._client.get(url)
+            return self._client.get(f"{base_url}/health").status_code
         except httpx.RequestError:
             return None
-        return response if response.status_code == httpx.codes.OK else None
 
     def _get_json(self, url: str) -> Any:
-        response = self._get(url)
-        if response is None:
-            return None
         try:
-            return response.json()
-        except ValueError:
+            return self._client.get(url).raise_for_status().json()
+        except (httpx.HTTPError, ValueError):
             return None
