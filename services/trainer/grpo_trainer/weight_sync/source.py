@@ -7,9 +7,7 @@ The route, with `Range`, and with the server's API key if it has one:
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Generator
 from pathlib import Path
 
 import structlog
@@ -49,7 +47,7 @@ class WeightSource:
         self._address = address
         self._port = port
         self._api_key = api_key
-        self._server: _ThreadServer | None = None
+        self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
     def open(self) -> list[str]:
@@ -79,7 +77,7 @@ class WeightSource:
             BearerTokenGuard(app, self._api_key, open_paths=(), credential="VLLM_API_KEY"),
             hosts=[self._address or LOOPBACK],
         )
-        self._server = _ThreadServer(
+        self._server = uvicorn.Server(
             uvicorn.Config(
                 guarded,
                 http=LimitedProtocol,
@@ -118,10 +116,3 @@ class WeightSource:
 
 class _WeightFile(FileResponse):
     chunk_size = 1 << 20  # with the default of 64 KiB, a transfer is a quarter slower
-
-
-class _ThreadServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Signals belong to the main thread."""
-        yield
