@@ -210,12 +210,5 @@ def _unsafe_values(sampling: Any) -> Iterator[str]:
 
 
 def _is_nested_deeper(value: Any, levels: int) -> bool:
-    level = [value]
-    for _ in range(levels + 1):
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-    return bool(level)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(levels == 0 or _is_nested_deeper(child, levels - 1) for child in inner)
