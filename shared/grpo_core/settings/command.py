@@ -199,7 +199,7 @@ LogLevel = Annotated[_Level, BeforeValidator(_level)]
 """In capitals; lower case is accepted."""
 
 
-def _split(value: Any) -> Any:
+def split_at_commas(value: Any) -> Any:
     if value is None:
         return None
     words = [value] if isinstance(value, str | int | float) else value
@@ -210,7 +210,7 @@ def _parts(word: Any) -> list[str]:
     return [word] if isinstance(word, ServiceUrl) else str(word).replace(",", " ").split()
 
 
-CommaSeparated = Annotated[tuple[T, ...], BeforeValidator(_split)]
+CommaSeparated = Annotated[tuple[T, ...], BeforeValidator(split_at_commas)]
 """`a,b`, `a b` or a YAML list."""
 
 

@@ -155,14 +155,15 @@ class RunOptions(
     gradient_accumulation_steps: int = Field(
         32, ge=1, description="A step trains on this number times --batch-size sequences"
     )
-    tokens_per_micro_batch: Annotated[int | None, Shown(default="--batch-size times --seq-len")] = (
-        Field(
-            None,
-            ge=1,
-            description="Largest number of tokens in one forward pass (micro-batch). A longer "
-            "sequence is a micro-batch of its own. With --packing, tokens that sequences share "
-            "count once",
-        )
+    tokens_per_micro_batch: Annotated[
+        int | None, Shown(default="--batch-size times --seq-len; on a GPU by its memory")
+    ] = Field(
+        None,
+        ge=1,
+        description="Largest number of tokens in one forward pass (micro-batch). A longer "
+        "sequence is a micro-batch of its own. With --packing, tokens that sequences share "
+        "count once. On one GPU the default is the largest of 4096, 8192, 16384 and 32768 that "
+        "fits by --memory-plan, or the number of the checkpoint from which the run resumes",
     )
     seq_len: int = Field(
         2048, ge=2, description="Longest sequence, in tokens. Longer sequences are truncated"
@@ -288,7 +289,7 @@ class RunOptions(
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Budget of a micro-batch, in tokens."""
+        """Budget of a micro-batch, in tokens; on a GPU once it is chosen."""
         return self.tokens_per_micro_batch or self.batch_size * self.seq_len
 
 
@@ -305,7 +306,8 @@ class TrainerSettings(RunOptions):
     @property
     def trained_layers(self) -> tuple[int, ...] | None:
         """None if the whole model or an adapter is trained."""
-        return self.sync.trained_layers if isinstance(self.sync, FullModelSettings) else None
+        sync = self.sync
+        return sync.train_layer_indices if isinstance(sync, FullModelSettings) else None
 
     @property
     def verify_every_steps(self) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from grpo_core.settings import CommaSeparated, HttpUrl, Shown
+from grpo_core.settings.command import split_at_commas
 from grpo_core.weights.directory_checks import SERVED_WEIGHTS, without_head
 
 ModeName = Literal["shared_vllm", "lora_only", "lora_restart", "none"]
@@ -22,6 +22,36 @@ RESTART_EVERY_STEPS = 3
 """The default of --vllm-restart-interval where the engine restarts on new weights."""
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _EXPECTED_LAYERS = "expected layer numbers or ranges, separated by commas, for example 0-3,28-31"
+
+
+def _numbers_in(value: Any) -> tuple[int, ...]:
+    """`20-31`, or `0-3` and `28-31`: in order and each once.
+
+    Raises:
+        ValueError: something else, or nothing
+    """
+    numbers: set[int] = set()
+    for part in split_at_commas(value):
+        found = _RANGE.fullmatch(part)
+        first, last = (int(found[1]), int(found[2])) if found else (_number(part),) * 2
+        if first > last:
+            raise ValueError(
+                f"{part}: the first number of a range must not be above the second number"
+            )
+        numbers.update(range(first, last + 1))
+    if not numbers:
+        raise ValueError(_EXPECTED_LAYERS)
+    return tuple(sorted(numbers))
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text!r}: {_EXPECTED_LAYERS}")
+    return int(text)
+
+
+Layers = Annotated[tuple[int, ...], BeforeValidator(_numbers_in)]
+"""Numbers of layers."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +85,12 @@ class FullModelSettings(ModeOptions):
     """The model's own weights are trained."""
 
     train_layer_indices: Annotated[
-        CommaSeparated[str] | None, Shown(default="the whole model", metavar="RANGES")
+        Layers | None, Shown(default="the whole model", metavar="RANGES")
     ] = Field(
         None,
         description="Numbers of the transformer layers to train, for example 20-31 or 0-3,28-31. "
         "All other weights are frozen, the embeddings and the output head too",
     )
-
-    @field_validator("train_layer_indices")
-    @classmethod
-    def _names_layers(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return None if value is None else tuple(map(str, _numbers_in(value)))
-
-    @property
-    def trained_layers(self) -> tuple[int, ...] | None:
-        """None if the whole model is trained."""
-        layers = self.train_layer_indices
-        return None if layers is None else _numbers_in(layers)
 
 
 class SharedVllmSettings(FullModelSettings):
@@ -128,27 +147,21 @@ class LoraSettings(ModeOptions):
         description="Names of the modules that get an adapter, separated by commas or spaces. "
         "all-linear: all linear layers but the head",
     )
-    lora_layer_indices: Annotated[
-        CommaSeparated[str] | None, Shown(default="all layers", metavar="RANGES")
-    ] = Field(
-        None,
-        description="Numbers of the layers that get an adapter, for example 20-31 or 0-3,28-31",
+    lora_layer_indices: Annotated[Layers | None, Shown(default="all layers", metavar="RANGES")] = (
+        Field(
+            None,
+            description="Numbers of the layers that get an adapter, for example 20-31 or 0-3,28-31",
+        )
     )
-
-    @field_validator("lora_layer_indices")
-    @classmethod
-    def _names_adapted_layers(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return None if value is None else tuple(map(str, _numbers_in(value)))
 
     @property
     def lora(self) -> LoraOptions:
-        layers = self.lora_layer_indices
         return LoraOptions(
             r=self.lora_r,
             alpha=self.lora_alpha,
             dropout=self.lora_dropout,
             target_modules=tuple(dict.fromkeys(self.lora_target_modules)),
-            layers=None if layers is None else _numbers_in(layers),
+            layers=self.lora_layer_indices,
         )
 
 
@@ -253,29 +266,3 @@ KINDS: dict[str, type[SyncSettings]] = {
 def served_weights_directory(save_path: Path) -> Path:
     """Directory of the weights that the server loads; the server's --weights-dir."""
     return (save_path / SERVED_WEIGHTS).absolute()
-
-
-def _numbers_in(parts: Iterable[str]) -> tuple[int, ...]:
-    """`20-31`, or `0-3` and `28-31`: in order and each once.
-
-    Raises:
-        ValueError: something else, or nothing
-    """
-    numbers: set[int] = set()
-    for part in parts:
-        found = _RANGE.fullmatch(part)
-        first, last = (int(found[1]), int(found[2])) if found else (_number(part),) * 2
-        if first > last:
-            raise ValueError(
-                f"{part}: the first number of a range must not be above the second number"
-            )
-        numbers.update(range(first, last + 1))
-    if not numbers:
-        raise ValueError(_EXPECTED_LAYERS)
-    return tuple(sorted(numbers))
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"{text!r}: {_EXPECTED_LAYERS}")
-    return int(text)
