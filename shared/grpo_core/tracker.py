@@ -23,7 +23,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import structlog
@@ -201,13 +200,8 @@ class TrackerSink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close(failed=exc_type is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
 
 class CannotOpen(Exception):
