@@ -16,8 +16,9 @@ import pytest
 from starlette.types import ASGIApp
 
 from grpo_api.app import create_app
+from grpo_core.settings import load_settings
 from grpo_core.tree.run_api import RunApiSettings
-from grpo_core.tree.server import load_server_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_env.bridges.endpoint import ChatEndpoint
 from grpo_runs.watch.api import watch_app
 from grpo_trainer.weight_sync.source import WeightSource
@@ -61,7 +62,7 @@ def _listens(call: ast.Call) -> bool:
 
 
 def server(*words: str) -> Any:
-    return load_server_settings(["--model", "m", "--redis-url", "none", *words])
+    return load_settings(ServerSettings, ["--model", "m", "--redis-url", "none", *words])
 
 
 APPS: dict[str, Callable[[], ASGIApp]] = {

@@ -9,14 +9,15 @@ import structlog
 
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 
 EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else list(argv)
-    settings = load_server_settings(arguments, at_start=True)
+    settings = load_settings(ServerSettings, arguments, at_start=True)
     configure_logging("vllm-server", settings.log_level)
 
     from grpo_vllm.supervisor.main import supervise

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
@@ -29,7 +29,6 @@ from grpo_core.settings import (
     Given,
     Mistake,
     Shown,
-    load_settings,
 )
 from grpo_core.settings.machine import cannot_listen, missing_model, state_directory
 from grpo_core.tree.common import ListenOptions
@@ -453,9 +452,3 @@ def _is_wildcard(host: str) -> bool:
 
 def _is_on(given: Given | None) -> bool:
     return given is not None and str(given.value).lower() in ("true", "1", "yes", "on")
-
-
-def load_server_settings(argv: Sequence[str], *, at_start: bool = False) -> ServerSettings:
-    """Settings of a command line. A mistake ends the process with status 2 and one line.
-    `at_start`: check ports and files too."""
-    return load_settings(ServerSettings, argv, at_start=at_start)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.servers import EngineState
 from grpo_core.wire.policy_version import PolicyVersion
@@ -311,7 +312,7 @@ IN_MEMORY = WeightRef(version=SERVED_BEFORE, kind=WeightKind.MEMORY)
 
 async def started(last: WeightRef, record: Record, *flags: str) -> WeightBridge:
     """The bridge of an engine that starts when the run has served `last`."""
-    settings = load_server_settings(["--model", "m", "--share-weights", *flags])
+    settings = load_settings(ServerSettings, ["--model", "m", "--share-weights", *flags])
     return await bridge_at_start(EngineControl(FakeEngine()), settings, last, record)
 
 

@@ -13,7 +13,8 @@ import structlog
 from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
-from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, ServerSettings
 from grpo_vllm.engine.plugin import tie_children_to_this_process
 from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 from grpo_vllm.engine_protocol import EnginePlan
@@ -24,7 +25,7 @@ EXIT_FAILED = 1
 def preload(options: list[str]) -> str | None:
     """Import vLLM and everything that serving needs. Returns the reason why this process cannot be
     forked, None if it can."""
-    settings = load_server_settings(options)
+    settings = load_settings(ServerSettings, options)
     configure_logging("vllm-server", settings.log_level)
     # NumPy's OpenBLAS would start threads on import, and a process with threads cannot be forked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -46,7 +47,7 @@ def preload(options: list[str]) -> str | None:
 
 def run_engine(plan: EnginePlan, options: list[str]) -> None:
     """Serve until stopped. An error of ours ends the process with status 1."""
-    settings = load_server_settings(options)
+    settings = load_settings(ServerSettings, options)
     os.environ.pop("VLLM_API_KEY_FILE", None)  # of which vLLM would warn
     tie_children_to_this_process(plan.descriptors())
 
