@@ -22,6 +22,7 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.data.collate import by_prefix
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
+from grpo_trainer.model.packed_attention import GatheredKeys
 from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Part, packed
 from grpo_trainer.optim.digests import WeightDigests, digests_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -95,11 +96,24 @@ def _without_bounds(inputs: Any) -> Any:
     places = torch.arange(inputs.arguments["input_ids"].shape[1])
     bounds = torch.tensor([0, len(places)], dtype=torch.int32, device=DEVICE)
     inputs.arguments.update(
-        bounds=PackedBounds(bounds, bounds, len(places), len(places), places.to(DEVICE)),
+        bounds=PackedBounds(bounds, bounds, len(places), len(places), None),
         attention_calls=AttentionCalls([Part(places, shared=0)], DEVICE),
         position_ids=places.to(DEVICE).unsqueeze(0),
     )
     return inputs
+
+
+def test_gradients_of_shared_keys_are_the_same_each_time() -> None:
+    places = packed(ragged_batch().micro_batches[0].to(DEVICE)).arguments["bounds"].key_places
+    drawn = torch.Generator(DEVICE).manual_seed(0)
+    upstream = torch.randn(len(places.row), 2, 64, generator=drawn, device=DEVICE)
+    keys = torch.zeros(len(places.edges) - 1, 2, 64, device=DEVICE, requires_grad=True)
+    found = [
+        torch.autograd.grad(GatheredKeys.apply(keys, *places), keys, upstream)[0]  # type: ignore[no-untyped-call]
+        for _ in range(5)
+    ]
+    expected = torch.zeros_like(keys).cpu().index_add(0, places.row.cpu(), upstream.cpu())
+    assert all(torch.equal(each.cpu(), expected) for each in found)
 
 
 def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:

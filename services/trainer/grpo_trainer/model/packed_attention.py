@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from grpo_trainer.errors import FastPathRefused
@@ -89,8 +90,13 @@ def enable(model: CausalLM) -> None:
 
 @dataclass(frozen=True)
 class Flash:
-    """Torch's flash attention. `takes_fewer_heads`: whether keys and values may have fewer
-    heads."""
+    """Torch's flash attention, which takes any strides of its inputs but the last.
+
+    Its backward pass adds up a query's gradients with atomic operations, so their last bits differ
+    from one time to the next, unless `torch.use_deterministic_algorithms(True)` was called.
+
+    Args: takes_fewer_heads: whether keys and values may have fewer heads
+    """
 
     takes_fewer_heads: bool
 
@@ -120,7 +126,8 @@ class Flash:
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (_tokens(t) for t in (query, key, value))  # [N, A, D]
-        k, v = (t.index_select(0, bounds.key_places) for t in (k, v))
+        if bounds.key_places is not None:
+            k, v = (GatheredKeys.apply(t, *bounds.key_places) for t in (k, v))  # type: ignore[no-untyped-call]
         options: dict[str, Any] = {}
         if q.shape[1] != k.shape[1]:
             if self.takes_fewer_heads:
@@ -130,7 +137,7 @@ class Flash:
         # positions to the left and to the right of each; -1: all
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         found = varlen_attn(
-            *(q.contiguous(), k, v),
+            *(q, k, v),
             *(bounds.queries, bounds.keys),
             *(bounds.longest_queries, bounds.longest_keys),
             scale=scaling,
@@ -139,6 +146,30 @@ class Flash:
         )
         assert isinstance(found, Tensor)  # a tuple only if other outputs are requested
         return found.unsqueeze(0)
+
+
+class GatheredKeys(torch.autograd.Function):
+    """The keys or values of all tokens of all sequences: [N, A, D] → [sum of lengths, A, D].
+
+    A token of a shared beginning is gathered several times. On a GPU `index_select` would add up
+    its gradients with atomic operations, in another order each time. Here they are added up one
+    after the other, in float32, with one kernel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, row: Tensor, gathered: Tensor, edges: Tensor) -> Tensor:
+        """Args: row, gathered, edges: see `KeyPlaces`"""
+        ctx.save_for_backward(gathered, edges)
+        return tokens.index_select(0, row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gathered, edges = ctx.saved_tensors
+        found = functional.embedding_bag(
+            gathered, gradient.flatten(1), edges, mode="sum", include_last_offset=True
+        )  # [N, A * D]
+        return found.view(-1, *gradient.shape[1:]), None, None, None
 
 
 def packed_attention(

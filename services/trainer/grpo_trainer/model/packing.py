@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from grpo_trainer.data.collate import Cut, MicroBatch, by_length, by_prefix, sent
 
@@ -75,12 +76,26 @@ def packed(micro: MicroBatch) -> ModelInputs:
             keys=sent(_bounds([part.length for part in parts]), device),
             longest_queries=max(part.own for part in parts),
             longest_keys=max(part.length for part in parts),
-            key_places=sent(torch.cat([part.places for part in parts]), device),
+            key_places=_key_places(parts, device),
         ),
         "attention_calls": AttentionCalls(parts, device),
         "use_cache": False,
     }
     return ModelInputs(arguments, sent(places, device))
+
+
+class KeyPlaces(NamedTuple):
+    """Which token of the row each gathered key belongs to, and all gathered keys of each token.
+    Example: the sequences 0 1 2 and 0 1 3 of a row of four tokens:
+
+        row       0 1 2 0 1 3
+        gathered  0 3 1 4 2 5
+        edges     0 2 4 5 6
+    """
+
+    row: Tensor  # [sum of lengths] int64, place in the row
+    gathered: Tensor  # [sum of lengths] int64, places among the gathered keys, token after token
+    edges: Tensor  # [N + 1] int64, where each token begins in `gathered`, and the last one ends
 
 
 class PackedBounds(NamedTuple):
@@ -91,7 +106,9 @@ class PackedBounds(NamedTuple):
     keys: Tensor  # [parts + 1] int32
     longest_queries: int
     longest_keys: int
-    key_places: Tensor  # [sum of lengths] int64, places of the keys in the row
+    # None: no sequence shares a beginning, so the row has the keys. torch.compile compiles a layer
+    # once more for such a row.
+    key_places: KeyPlaces | None
 
 
 @dataclass(frozen=True)
@@ -178,6 +195,14 @@ class AttentionCalls:
             calls, _ = self.planned
             self._masks[sliding_window] = [call.mask(sliding_window, dtype) for call in calls]
         return self._masks[sliding_window]
+
+
+def _key_places(parts: Sequence[Part], device: torch.device) -> KeyPlaces | None:
+    if not any(part.shared for part in parts):
+        return None
+    row = torch.cat([part.places for part in parts])
+    edges = functional.pad(row.bincount().cumsum(0), (1, 0))
+    return KeyPlaces(*(sent(places, device) for places in (row, row.argsort(stable=True), edges)))
 
 
 def _grouped(parts: Sequence[Part]) -> list[list[Part]]:

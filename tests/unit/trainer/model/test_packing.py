@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_trainer.model import packed_attention
 from grpo_trainer.model.forward import FastForward, plain_forward
-from grpo_trainer.model.packed_attention import Flash
+from grpo_trainer.model.packed_attention import Flash, GatheredKeys
 from grpo_trainer.model.packing import PACKED
 from tests.unit.trainer.forward_rig import WINDOW, outcome, qwen, ragged, require_equal
 
@@ -48,6 +50,8 @@ def varlen_attn(
     assert query_bounds.dtype == key_bounds.dtype == torch.int32
     assert longest_own == int(query_bounds.diff().max())
     assert longest == int(key_bounds.diff().max())
+    assert len(key) == len(value) == key_bounds[-1]
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     parts = []
     bounds = zip(query_bounds.unfold(0, 2, 1), key_bounds.unfold(0, 2, 1), strict=True)
     for queries, keys in bounds:
@@ -79,6 +83,45 @@ def test_flash_attention_gets_bounds_windows_and_heads_that_give_the_same_number
     monkeypatch.setattr(Flash, "computes", lambda *_: True)
     packed_attention.enable(policy)
     require_equal(outcome(policy, FastForward(layout=PACKED), micro), expected)
+    alone = replace(micro, shared=(0,) * len(micro.shared))
+    assert PACKED.inputs(alone).arguments["bounds"].key_places is None
+    require_equal(outcome(policy, FastForward(layout=PACKED), alone), expected)
+
+
+PLACES = PACKED.inputs(ragged()).arguments["bounds"].key_places
+
+
+def gathered(keys: Tensor) -> Tensor:
+    return GatheredKeys.apply(keys, *PLACES)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def selected(keys: Tensor) -> Tensor:
+    return keys.index_select(0, PLACES.row)
+
+
+def gradient(gather: Callable[[Tensor], Tensor], upstream: Tensor) -> Tensor:
+    keys = torch.zeros(len(PLACES.edges) - 1, 2, 3, dtype=upstream.dtype, requires_grad=True)
+    return torch.autograd.grad(gather(keys), keys, upstream)[0]
+
+
+def upstream() -> Tensor:
+    drawn = torch.Generator().manual_seed(0)
+    return torch.randn(len(PLACES.row), 2, 3, dtype=torch.float64, generator=drawn)
+
+
+def test_gradients_of_shared_keys_are_added_up_one_after_the_other_in_float32() -> None:
+    assert int(PLACES.edges.diff().max()) > 3  # sequences that share a token
+    assert torch.equal(gradient(gathered, upstream()), gradient(selected, upstream()))
+    ones = torch.ones(upstream().shape, dtype=torch.bfloat16)
+    ones[:6] = 256  # to which bfloat16 can add no 1
+    assert torch.equal(gradient(gathered, ones).float(), gradient(selected, ones.float()))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_shared_keys_are_gathered_in_compiled_code() -> None:
+    compiled = torch.compile(gathered, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert torch.equal(gradient(compiled, upstream()), gradient(selected, upstream()))
 
 
 def test_layers_share_the_mask_of_common_beginnings() -> None:
