@@ -272,6 +272,7 @@ class LaunchOptions(
     model: str = Field(min_length=1, description=f"Model: {A_MODEL}")
     task: Annotated[CommaSeparated[str], AfterValidator(each_once)] = Field(  # type: ignore[assignment]
         (),
+        min_length=1,
         description="Task: arithmetic (one-digit sums), gsm8k or math (both need --data), your own "
         "reward (my.py:reward) or task (my.py:MyTask), or several of them, separated by commas. "
         "Each task gets its own environment",
@@ -319,13 +320,6 @@ class LaunchOptions(
     """Options of vLLM."""
 
     _usable_token = field_validator("run_api_token")(usable_token)
-
-    @field_validator("task")
-    @classmethod
-    def _is_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value:
-            raise ValueError("expected at least one value")
-        return value
 
     @field_validator("server_flags")
     @classmethod
