@@ -65,7 +65,7 @@ def key(*same: str, derived: str | None = None, like: str | None = None, **bound
 class Section(BaseModel):
     """Keys below one name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelKeys(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from grpo_core.clients.inference import BridgeInfo, GenerateAnswer
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
@@ -120,16 +120,12 @@ def _require(is_possible: bool, keys: OfflineKeys, reason: str) -> None:
 
 
 class _Choice(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     text: str
     finish_reason: str | None
     token_ids: list[int] | None = None
 
 
 class _Answer(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     choices: list[_Choice]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import structlog
 import torch
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
@@ -42,24 +42,20 @@ FirstLogprob = tuple[float | None, int, str | None]
 """The first token of a prompt has no logprob."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-
-
-class _FinishReason(_Part):
+class _FinishReason(BaseModel):
     """`matched`: the end token, or the text of `stop` that ended the completion."""
 
     type: str
     matched: int | str | list[int] | None = None
 
 
-class _Span(_Part):
+class _Span(BaseModel):
     """Tokens that were sampled from one version of the weights."""
 
     version: str
 
 
-class _Meta(_Part):
+class _Meta(BaseModel):
     finish_reason: _FinishReason
     output_token_logprobs: list[TokenLogprob] = []
     input_token_logprobs: list[FirstLogprob] = []
@@ -67,7 +63,7 @@ class _Meta(_Part):
     weight_versions: list[_Span] = []
 
 
-class _Generated(_Part):
+class _Generated(BaseModel):
     """One completion in the answer of `POST /generate`."""
 
     text: str
@@ -79,7 +75,7 @@ class _Generated(_Part):
 _ANSWER: TypeAdapter[_Generated | list[_Generated]] = TypeAdapter(_Generated | list[_Generated])
 
 
-class ServerInfo(_Part):
+class ServerInfo(BaseModel):
     """The fields of `GET /server_info` that a trainer reads. Its `weight_version` stays that of the
     server's start.
 

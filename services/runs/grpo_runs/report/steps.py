@@ -24,7 +24,7 @@ Record = TypeVar("Record")
 class StepRecord(BaseModel):
     """Measurements of one training step. Other keys of the file are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True)
 
     step: int = Field(ge=1)
     steps: int = Field(ge=1)

@@ -92,7 +92,7 @@ def summarise(
 class BenchmarkFacts(BaseModel):
     """The part of the trainer's `benchmark.json` that a summary needs."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True)
 
     publishes: int
     sync_s_mean: float | None
