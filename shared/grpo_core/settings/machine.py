@@ -8,9 +8,10 @@ import os
 import socket
 import ssl
 import tempfile
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -18,6 +19,7 @@ from urllib.request import Request, urlopen
 from pydantic_core import from_json
 
 from grpo_core.listening import family_and_host
+from grpo_core.settings.command import Mistake
 
 _CONNECT_S, _HUB_S = 0.5, 10.0
 _PATH_STARTS = (".", "/", "~")
@@ -26,6 +28,15 @@ _OF_MODELS = ("config.json", "tokenizer_config.json")
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_HEAD_BYTES = 100_000_000
 """The limit of the safetensors format."""
+
+T = TypeVar("T")
+
+
+def failed(check: Callable[[T], str | None], **values: T | None) -> Iterator[Mistake]:
+    """A mistake for each option whose value does not pass the check. Args: values: by option"""
+    for option, value in values.items():
+        if value and (problem := check(value)):
+            yield Mistake(option, problem)
 
 
 def state_directory() -> Path:

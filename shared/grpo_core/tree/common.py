@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
 from grpo_core.security import usable_token
 from grpo_core.settings import HttpUrl, LogLevel, Mistake, Shown
-from grpo_core.settings.machine import cannot_listen
+from grpo_core.settings.machine import cannot_listen, failed
 
 
 class LogOptions(BaseModel):
@@ -57,7 +58,5 @@ class MetricsOptions(BaseModel):
 
     def port_mistakes(self) -> Iterator[Mistake]:
         """Of a start on this machine."""
-        if self.metrics_port is None:
-            return
-        if problem := cannot_listen(self.metrics_host, self.metrics_port):
-            yield Mistake("metrics_port", problem)
+        check = partial(cannot_listen, self.metrics_host)
+        return failed(check, metrics_port=self.metrics_port)

@@ -20,7 +20,7 @@ from grpo_core.settings import (
     Shown,
 )
 from grpo_core.settings.command import URL_VARIABLES
-from grpo_core.settings.machine import missing_data, missing_tokenizer, not_writable
+from grpo_core.settings.machine import failed, missing_data, missing_tokenizer, not_writable
 from grpo_core.tree.common import ClientOptions, MetricsOptions
 from grpo_core.tree.environment_values import (
     AGENT,
@@ -369,22 +369,14 @@ class EnvironmentOptions(
                 yield Mistake("agent_command", problem)
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        checks = {
-            "tokenizer" if self.tokenizer else "model": missing_tokenizer,
-            "data": missing_data,
-            "eval_data": missing_data,
-        }
-        for name, check in checks.items():
-            if (path := getattr(self, name)) and (problem := check(path)):
-                yield Mistake(name, problem)
+        named = "tokenizer" if self.tokenizer else "model"
+        yield from failed(missing_tokenizer, **{named: self.tokenizer_name})
+        yield from failed(missing_data, data=self.data, eval_data=self.eval_data)
         output = self.output if self.action == "process" else None
         files = {"output": output, "eval_output": self.eval_output, "ready_file": self.ready_file}
-        for name, path in files.items():
-            if path and (problem := not_writable(path.parent)):
-                yield Mistake(name, problem)
-        for name in ("curriculum_dir", "untrained_dir"):
-            if (path := getattr(self, name)) and (problem := not_writable(path)):
-                yield Mistake(name, problem)
+        directories = {name: path and path.parent for name, path in files.items()}
+        directories |= {"curriculum_dir": self.curriculum_dir, "untrained_dir": self.untrained_dir}
+        yield from failed(not_writable, **directories)
         if self.action == "serve":
             yield from self.port_mistakes()
         yield from self.teacher_prompt_mistakes()

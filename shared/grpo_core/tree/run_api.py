@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, ClassVar
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
@@ -11,7 +12,7 @@ from grpo_core.redis.keys import run_id_or_default
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommandSettings, Mistake, Shown
-from grpo_core.settings.machine import cannot_listen
+from grpo_core.settings.machine import cannot_listen, failed
 from grpo_core.tree.common import ListenOptions
 
 _FOUR_GIB = 4 * 1024**3
@@ -141,8 +142,7 @@ class RunApiSettings(CommandSettings, ListenOptions):
     _usable_token = field_validator("token")(usable_token)
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        if problem := cannot_listen(self.host, self.port):
-            yield Mistake("port", problem)
+        return failed(partial(cannot_listen, self.host), port=self.port)
 
     @property
     def queued_bytes_limit(self) -> int:

@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
@@ -30,7 +31,7 @@ from grpo_core.settings import (
     Mistake,
     Shown,
 )
-from grpo_core.settings.machine import cannot_listen, missing_model, state_directory
+from grpo_core.settings.machine import cannot_listen, failed, missing_model, state_directory
 from grpo_core.tree.common import ListenOptions
 from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
@@ -425,16 +426,10 @@ class ServerSettings(CommandSettings, ListenOptions):
             )
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        if problem := missing_model(self.model):
-            yield Mistake("model", problem)
-        for name, host in (
-            ("port", self.host),
-            ("control_port", self.control_host),
-            ("health_port", self.control_host),
-        ):
-            port = getattr(self, name)
-            if port is not None and (problem := cannot_listen(host, port)):
-                yield Mistake(name, problem)
+        yield from failed(missing_model, model=self.model)
+        yield from failed(partial(cannot_listen, self.host), port=self.port)
+        control = {"control_port": self.control_port, "health_port": self.health_port}
+        yield from failed(partial(cannot_listen, self.control_host), **control)
 
     def resolved(self) -> dict[str, Any]:
         held = super().resolved()

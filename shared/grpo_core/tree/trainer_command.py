@@ -19,7 +19,7 @@ from grpo_core.settings import (
     flag_for,
     resolved_yaml,
 )
-from grpo_core.settings.machine import missing_model, not_writable
+from grpo_core.settings.machine import failed, missing_model, not_writable
 from grpo_core.tree.objective import ObjectiveOptions
 from grpo_core.tree.optim import (
     BITSANDBYTES,
@@ -267,10 +267,7 @@ class CommandLine(
             yield Mistake("fsdp", "excludes --compile")
 
     def start_mistakes(self) -> Iterator[Mistake]:
-        for name in ("model", "reference_model"):
-            model = getattr(self, name)
-            if model and (problem := missing_model(model)):
-                yield Mistake(name, problem)
+        yield from failed(missing_model, model=self.model, reference_model=self.reference_model)
         for name in ("loss", "advantage"):
             file, is_own, function = (getattr(self, name) or "").rpartition(":")
             if is_own and (problem := problem_of_file(Path(file), function)):
@@ -279,13 +276,12 @@ class CommandLine(
             return
         if not self.trainer_rank:  # rank 0 writes all files, and serves the metrics
             yield from self.port_mistakes()
-            for name, directory in (
-                ("save_path", self.save_path),
-                ("metrics_file", self.metrics_file and self.metrics_file.parent),
-                ("rollouts_dir", self.rollouts_dir),
-            ):
-                if directory and (problem := not_writable(directory)):
-                    yield Mistake(name, problem)
+            yield from failed(
+                not_writable,
+                save_path=self.save_path,
+                metrics_file=self.metrics_file and self.metrics_file.parent,
+                rollouts_dir=self.rollouts_dir,
+            )
             if self.resume not in (AUTO, NEVER) and not Path(self.resume).is_dir():
                 yield Mistake(
                     "resume",
