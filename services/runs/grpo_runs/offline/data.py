@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 
 import torch
 
@@ -81,13 +81,10 @@ def _named(tasks: TaskSet, ids: Sequence[int | str]) -> list[EvaluationItems]:
     for task in tasks.tasks:
         items = [*all_items(task), *_test_items(task)]
         by_key = {item.key: item for item in items}
-        chosen = [
-            items[one % len(items)] if isinstance(one, int) else by_key[one]
-            for one in ids
-            if isinstance(one, int) or one in by_key
-        ]
-        known |= {one for one in ids if isinstance(one, int) or one in by_key}
-        if chosen:
+        here = [one for one in ids if isinstance(one, int) or one in by_key]
+        chosen = (items[one % len(items)] if isinstance(one, int) else by_key[one] for one in here)
+        known.update(here)
+        if here:
             found.append(EvaluationItems(task, tuple({item.key: item for item in chosen}.values())))
     if unknown := [str(one) for one in ids if one not in known]:
         raise KeysInvalid(
@@ -124,9 +121,7 @@ def optimizer_batches(
     Raises:
         KeysInvalid: a group would be shared, but the objective needs whole ones.
     """
-    ends = [0]
-    for group in groups:
-        ends.append(ends[-1] + group.size)
+    ends = [*accumulate((group.size for group in groups), initial=0)]
     cuts = [round(number * ends[-1] / steps) for number in range(steps + 1)]
     if not {*cuts} <= {*ends}:
         is_of_groups = objective.advantage in _OF_GROUPS
@@ -182,13 +177,11 @@ def with_own_logprobs(
         values = learner.forward(learner.policy, micro.to(device_of(learner.policy)))
         logp = values.logp.cpu()  # [B, T]
         found += [row[:length].tolist() for row, length in zip(logp, micro.lengths, strict=True)]
-    of_sequence = dict(zip(batch.order, found, strict=True))
+    in_order = (row for _, row in sorted(zip(batch.order, found, strict=True)))
     done: list[ScoredGroup] = []
-    number = 0
     for group in groups:
-        rows = [of_sequence[number + at] for at in range(group.size)]
-        number += group.size
-        logprobs = [_aligned(*pair) for pair in zip(rows, group.masks, strict=True)]
+        pairs = zip(islice(in_order, group.size), group.masks, strict=True)
+        logprobs = [_aligned(*pair) for pair in pairs]
         facts = {**(group.group_overrides or {}), OWN_LOGPROBS: True}
         changes = {"inference_logprobs": logprobs, "group_overrides": facts}
         done.append(group.model_copy(update=changes))
