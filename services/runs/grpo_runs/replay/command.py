@@ -128,10 +128,10 @@ def compared_steps(
     Raises:
         OptionsInvalid: they exclude each other, or those of the run.
     """
-    other = with_objective(learner, changed_settings(learner.settings, options))
+    other: Learner | None = None
     for step in range(begin + 1, end + 1):
         continued = run.continued(learner, step)
-        if continued is not learner:
+        if other is None or continued is not learner:
             learner = continued
             other = with_objective(learner, changed_settings(learner.settings, options))
         recorded, gradients = run.batch(step), learner.optimizer.gradients
