@@ -27,7 +27,7 @@ from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_trainer.errors import UnusableOptimizer
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.fused_head import CHUNK_LOGITS, CHUNK_LOGITS_ON_CPU
-from grpo_trainer.model.policy import CausalLM, head_widths, train_only
+from grpo_trainer.model.policy import CausalLM, attention_widths, train_only
 from grpo_trainer.optim.buckets import BUCKET_ELEMENTS, PART_ELEMENTS
 from grpo_trainer.optim.rules import Adafactor, AdamW32, State, empty_8bit_state, is_quantised
 
@@ -141,7 +141,8 @@ def working_bytes(
     """
     trained = list(trained_parameters(policy).values())
     element, hidden = next(policy.parameters()).element_size(), config.hidden_size
-    tokens, (queries, keys) = settings.micro_batch_tokens, head_widths(config)
+    # The widest layers count, if they differ.
+    tokens, (queries, keys) = settings.micro_batch_tokens, max(attention_widths(config))
     mlp = getattr(config, "intermediate_size", None) or 4 * hidden
     # Each norm stores its input in float32, and its result before and after the weight. Attention
     # stores queries, keys, values and its result, without flash attention also in the order of the
@@ -267,14 +268,16 @@ def memory_plan(settings: TrainerSettings) -> MemoryPlan:
         )
     policy, layers = _untrained_policy(settings, dtype), int(config.num_hidden_layers)
     optimizer = settings.optimizer_on("cuda" if machine.is_gpu else "cpu")
-    longest = settings.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
+    limit = getattr(config, "max_position_embeddings", DEFAULT_MODEL_LEN)
+    longest = settings.max_model_len or min(limit, DEFAULT_MODEL_LEN)
+    keys = sum(width for _, width in attention_widths(config))
     return MemoryPlan(
         settings=settings,
         machine=machine,
         policy=policy,
         dtype=dtype,
         layers=layers,
-        kv_bytes=2 * layers * head_widths(config)[1] * dtype.itemsize * longest,
+        kv_bytes=2 * keys * dtype.itemsize * longest,
         optimizer=optimizer,
         kept=kept_bytes(settings, policy, optimizer),
         working_bytes=working_bytes(settings, policy, config, machine.is_gpu),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig
 
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.memory_plan import GIB, MemoryPlan, memory_plan, text_of
@@ -95,3 +95,12 @@ def test_on_a_cpu_the_plan_takes_the_memory_of_this_host(eight_billion: Path) ->
     assert "--gpu-memory-utilization" not in out
     fits = found.trainer_bytes(False) + found.least_server_bytes <= found.machine.total_bytes
     assert (found.usable_utilization(False) is not None) == fits
+
+
+def test_the_plan_counts_the_keys_of_each_layer_if_their_sizes_differ(tmp_path: Path) -> None:
+    """Gemma 4: five of six layers have heads of 256, the sixth of 512."""
+    Gemma4TextConfig(num_hidden_layers=6, num_key_value_heads=4, dtype="bfloat16").save_pretrained(
+        tmp_path
+    )
+    found = plan(tmp_path, max_model_len=1)
+    assert found.kv_bytes == 2 * 4 * (5 * 256 + 512) * 2

@@ -98,8 +98,17 @@ def text_config_of(policy: CausalLM) -> Any:
     return policy.config.get_text_config()
 
 
-def head_widths(config: Any) -> tuple[int, int]:
-    """Widths of the queries of all heads together, and of the keys."""
+def attention_widths(config: Any) -> Iterator[tuple[int, int]]:
+    """Of each layer: widths of the queries of all heads together, and of the keys; 0 if it is
+    recurrent. Args: config: of the language model"""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    layers = getattr(config, "per_layer_config", None) or [config] * len(kinds)
+    for kind, layer in zip(kinds, layers, strict=False):
+        has_heads = hasattr(layer, "num_attention_heads") and kind != "linear_attention"
+        yield _head_widths(layer) if has_heads else (0, 0)
+
+
+def _head_widths(config: Any) -> tuple[int, int]:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width

@@ -3,7 +3,7 @@ model needs (MFU, arXiv 2204.02311 appendix B)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -17,9 +17,9 @@ from grpo_trainer.data.collate import Batch
 from grpo_trainer.model import onednn
 from grpo_trainer.model.policy import (
     CausalLM,
+    attention_widths,
     base_model,
     device_of,
-    head_widths,
     layers_of,
     text_config_of,
 )
@@ -75,7 +75,7 @@ class ModelFlops:
                 total += is_product * share * weight.numel() * (2 + backward)
             return total
 
-        widths = [*_attention_widths(config)]
+        widths = [queries for queries, _ in attention_widths(config)]
         return cls(
             of_token=flops({*decoder.parameters()} - looked_up - head),
             of_target=flops(head),
@@ -92,15 +92,6 @@ class ModelFlops:
                 tokens += length - shared
                 views += (length * (length + 1) - shared * (shared + 1)) // 2
         return self.of_token * tokens + self.of_target * targets + self.of_view * views
-
-
-def _attention_widths(config: Any) -> Iterator[int]:
-    """Of all heads of each layer; 0 if it is recurrent."""
-    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    layers = getattr(config, "per_layer_config", None) or [config] * len(kinds)
-    for kind, layer in zip(kinds, layers, strict=False):
-        has_heads = hasattr(layer, "num_attention_heads") and kind != "linear_attention"
-        yield head_widths(layer)[0] if has_heads else 0
 
 
 def _is_trained(layer: nn.Module) -> bool:
