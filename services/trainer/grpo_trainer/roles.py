@@ -32,6 +32,7 @@ from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.learner import GradientStats, Learner, load_learner
+from grpo_trainer.memory_plan import with_micro_batch
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import limits_of
 from grpo_trainer.ranks import BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
@@ -229,11 +230,11 @@ def open_lead(
     sync = stack.enter_context(weight_sync(settings))
     policy = sync.load_policy(saved is not None)
     settings = settings.model_copy(update={"run_id": sync.server_run_id})
-    learner = load_learner(policy, settings, ranks)
+    learner = _with_micro_batch(load_learner(policy, settings, ranks), saved)
     provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
     recorder = Recorder(settings, sinks, Speed.measured(learner.policy, ranks))
     log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
-    settings = learner.settings  # with the optimizer of the policy's device
+    settings = learner.settings  # with what was chosen for the policy's device
     coefficients, bound = coefficients_of(settings), _bound(learner, saved)
     position = _restored(learner, api, saved, coefficients)
     begin_records(settings, recorded)
@@ -253,6 +254,15 @@ def open_lead(
     batches = BatchSource(settings, api, limits, history, learner.forward.layout.cut)
     checks = DataChecks(learner, sync.served_logprobs, bound.value)
     return Lead(learner, sync, batches, checks, recorder, saver, coefficients, provenance), position
+
+
+def _with_micro_batch(learner: Learner, saved: SavedState | None) -> Learner:
+    """With the number of tokens of the checkpoint, if the device can hold them."""
+    settings, recorded = learner.settings, None
+    if saved is not None:
+        recorded = saved.record.tokens_per_micro_batch or settings.micro_batch_tokens
+    chosen = with_micro_batch(settings, learner.policy, learner.ranks, recorded)
+    return replace(learner, settings=chosen)
 
 
 def _restored(

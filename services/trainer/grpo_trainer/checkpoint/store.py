@@ -69,6 +69,7 @@ class StateRecord(BaseModel):
     exported models, the oldest first. `noise` is the rounding noise of the publication check, None
     if it was not measured. `kl_coef` is the weight of the KL penalty after this step, None if it is
     fixed. `maxent` is tau and the average entropy, see `Tau`; None if tau is fixed.
+    `tokens_per_micro_batch` is None in checkpoints of former versions.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -91,6 +92,7 @@ class StateRecord(BaseModel):
     noise: float | None = None
     kl_coef: float | None = None
     maxent: tuple[float, float] | None = None
+    tokens_per_micro_batch: int | None = Field(None, ge=1)
     wandb_group: str = ""
     files: dict[str, FileFacts] = {}
 
@@ -128,6 +130,7 @@ def capture(
         frozen=frozen,
         rng=RngState.capture(),
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.record,
+        tokens_per_micro_batch=settings.micro_batch_tokens,
         wandb_group=settings.wandb_group,
         **others,
     )
