@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import sys
-import unicodedata
 import webbrowser
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
@@ -24,7 +23,7 @@ from rich.text import Text
 
 from grpo_core.errors import GrpoError
 from grpo_core.rollouts.files import read_steps, steps_in
-from grpo_core.rollouts.record import RolloutRecord, split_conversation, text_of
+from grpo_core.rollouts.record import RolloutRecord, printable, split_conversation, text_of
 from grpo_runs.report.page import token_texts, write_report
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
@@ -102,11 +101,6 @@ class NoBrowser(GrpoError):
 HEADING, LABEL = "bold", "cyan"
 _INDENT = "  "
 _GAP = "  "
-_CONTROLS = {
-    code: f"\\x{code:02x}"
-    for code in range(256)
-    if unicodedata.category(chr(code)) == "Cc" and chr(code) not in "\n\t"
-}
 
 
 class RolloutText:
@@ -174,11 +168,11 @@ def number(value: float) -> str:
 def wrapped(text: str, width: int) -> list[str]:
     """Lines of at most `width` columns. Wide characters count as two."""
     console = Console(width=width)
-    safe = text.translate(_CONTROLS)
+    lines = (Text(printable(line.expandtabs())) for line in text.split("\n"))
     return [
         part.plain.rstrip()
-        for line in safe.split("\n")
-        for part in Text(line).wrap(console, width, overflow="fold") or [Text()]
+        for line in lines
+        for part in line.wrap(console, width, overflow="fold") or [Text()]
     ]
 
 

@@ -118,7 +118,7 @@ def test_lines_fit_80_columns_and_hold_no_control_characters(run: Path) -> None:
         out = shown(run, *words).out
         assert max(map(cell_len, out.splitlines())) == 80
         assert not {char for char in out if ord(char) < 32} - {"\n"}
-        assert r"\x1b[2J\x0d bell\x07 é" in out
+        assert r"\x1b[2J\r bell\x07 é" in out
         assert out.count("数") == 99 * (2 if "--diff" in words else 1)
 
 
