@@ -19,11 +19,12 @@ class HealthProbe(ClosesOnExit):
 
     Args:
         token: the token that run-api requires
+        timeout_s: for an answer
     """
 
-    def __init__(self, token: str | None = None) -> None:
+    def __init__(self, token: str | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> None:
         self._client = httpx.Client(
-            timeout=PROBE_TIMEOUT_S, trust_env=False, headers=authorization(token)
+            timeout=timeout_s, trust_env=False, headers=authorization(token)
         )
 
     def answers(self, base_url: str) -> bool:
@@ -36,12 +37,12 @@ class HealthProbe(ClosesOnExit):
         return self._status(base_url) is not None
 
     def trainer_is_registered(self, run_api_url: str) -> bool:
-        info = self._get_json(f"{run_api_url}/info")
+        info = self.get_json(f"{run_api_url}/info")
         return isinstance(info, dict) and info.get("batch_size", NOT_REGISTERED) != NOT_REGISTERED
 
     def has_environment(self, run_api_url: str, name: str) -> bool:
         """True if an environment with this name has registered. run-api appends a number to it."""
-        environments = self._get_json(f"{run_api_url}/environments")
+        environments = self.get_json(f"{run_api_url}/environments")
         return isinstance(environments, list) and any(
             str(environment.get("name")).rpartition("_")[0] == name for environment in environments
         )
@@ -55,8 +56,9 @@ class HealthProbe(ClosesOnExit):
         except httpx.RequestError:
             return None
 
-    def _get_json(self, url: str) -> Any:
+    def get_json(self, url: str) -> Any:
+        """The content; None without an answer of status 2xx."""
         try:
             return self._client.get(url).raise_for_status().json()
-        except (httpx.HTTPError, ValueError):
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return None

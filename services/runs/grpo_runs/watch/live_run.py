@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import httpx
 from pydantic import ValidationError
 
 from grpo_core.alerts import AlertWatch
@@ -23,8 +22,8 @@ from grpo_core.provenance.records import Publication
 from grpo_core.rollouts.files import steps_in
 from grpo_core.rollouts.page.encode import Point
 from grpo_core.rollouts.record import printable
-from grpo_core.security import authorization
 from grpo_runs.measures import MeasuresReader
+from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.stack import LAUNCHER
 from grpo_runs.report.evaluations import Evaluations
 from grpo_runs.report.page import config_of
@@ -71,6 +70,7 @@ class LiveRun:
         self.log = MetricsLog(run.metrics)
         self._logs = ServiceLogs(run.logs)
         self._token = token
+        self._probe = HealthProbe(token, RUN_API_TIMEOUT_S)
         self._clock = clock
         self._lock = threading.Lock()
         self._files_lock = threading.Lock()
@@ -264,7 +264,7 @@ class LiveRun:
         if self._api is None or self._api[0] != url:
             reader = MeasuresReader(self.run, url, self._token, self._clock)
             self._api = url, reader
-        status, measures = _answer(f"{url}/status", self._token), self._api[1].read()
+        status, measures = self._probe.get_json(f"{url}/status"), self._api[1].read()
         found["alerts"] = [
             {
                 "name": one.alert.name,
@@ -287,7 +287,7 @@ class LiveRun:
             "groups_dropped_for_equal_scores": groups[DROPPED],
         }
         found["queue"] = {name: value for name, value in queue.items() if value is not None}
-        found["servers"] = _answer(f"{url}/servers", self._token) or []
+        found["servers"] = self._probe.get_json(f"{url}/servers") or []
         return found
 
     def _own_warnings(self, now: float) -> list[dict[str, Any]]:
@@ -321,17 +321,6 @@ class LiveRun:
         saved = [row.parts[-1] for row in rows[1:]]
         took = [b.time - a.time - save for (a, b), save in zip(pairwise(rows), saved, strict=True)]
         return (median(took) + fmean(saved)) * (steps - step)
-
-
-def _answer(url: str, token: str | None) -> Any:
-    """Of run-api; None if there is none."""
-    try:
-        answer = httpx.get(
-            url, headers=authorization(token), timeout=RUN_API_TIMEOUT_S, trust_env=False
-        )
-        return answer.raise_for_status().json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-        return None
 
 
 def _error_of(processes: Processes | None) -> list[dict[str, Any]]:
