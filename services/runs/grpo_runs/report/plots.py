@@ -53,15 +53,8 @@ def draw_reward_curve(records: Sequence[StepRecord], title: str, path: Path) -> 
     axes = figure.add_subplot()
     steps = [record.step for record in records]
     rewards = [record.reward_mean for record in records]
-    window = average_window(len(rewards))
-    axes.plot(steps, rewards, color=COLOUR, alpha=0.35, linewidth=1.0, marker=".", label="one step")
-    axes.plot(
-        steps,
-        moving_average(rewards, window),
-        color=COLOUR,
-        linewidth=2.2,
-        label=f"moving average over {window} steps",
-    )
+    label = f"moving average over {average_window(len(rewards))} steps"
+    _draw_curve(axes, label, COLOUR, "-", steps, rewards)
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("training step (optimizer updates)")
     axes.set_ylabel("mean reward (score per completion)")
@@ -77,8 +70,8 @@ def draw_comparison(runs: Mapping[ModeName, Sequence[StepRecord]], title: str, p
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     for mode, records in runs.items():
         rewards = [record.reward_mean for record in records]
-        _draw_curve(by_step, mode, [record.step for record in records], rewards)
-        _draw_curve(by_time, mode, [record.time_s for record in records], rewards)
+        _draw_curve(by_step, mode, *STYLES[mode], [record.step for record in records], rewards)
+        _draw_curve(by_time, mode, *STYLES[mode], [record.time_s for record in records], rewards)
     by_step.set_xlabel("training step", fontsize=12)
     by_time.set_xlabel("seconds since the first step began", fontsize=12)
     by_step.set_ylabel("mean reward (moving average)", fontsize=12)
@@ -120,15 +113,14 @@ def _open_frame(axes: Axes) -> None:
 
 
 def _draw_curve(
-    axes: Axes, mode: ModeName, positions: Sequence[float], rewards: Sequence[float]
+    axes: Axes,
+    label: str,
+    colour: str,
+    dashes: str,
+    positions: Sequence[float],
+    rewards: Sequence[float],
 ) -> None:
-    colour, dashes = STYLES[mode]
-    axes.plot(positions, rewards, color=colour, alpha=0.2, linewidth=0.8)
-    axes.plot(
-        positions,
-        moving_average(rewards, average_window(len(rewards))),
-        color=colour,
-        linestyle=dashes,
-        linewidth=2.4,
-        label=mode,
-    )
+    """The moving average, and faintly each value."""
+    averages = moving_average(rewards, average_window(len(rewards)))
+    axes.plot(positions, rewards, color=colour, alpha=0.3, linewidth=0.8)
+    axes.plot(positions, averages, dashes, color=colour, linewidth=2.4, label=label)
