@@ -55,7 +55,11 @@ class Sinks:
     records: Sequence[Write] = ()
     rollouts: Sequence[WriteRollouts] = ()
     evaluations: Sequence[Write] = ()
-    enter: Callable[[Stage], None] = lambda _: None
+    stages: Sequence[Callable[[Stage], None]] = ()
+
+    def enter(self, stage: Stage) -> None:
+        for tell in self.stages:
+            tell(stage)
 
     def write(self, record: Record) -> None:
         for writer in self.records:
@@ -100,12 +104,7 @@ def open_sinks(settings: TrainerSettings, steps_taken: int = 0) -> Iterator[Sink
         stack.enter_context(serving_metrics(settings.metrics_host, settings.metrics_port, metrics))
         file = stack.enter_context(StageFile(settings.save_path))
         stages = (metrics.enter, file.enter)
-
-        def enter(stage: Stage) -> None:
-            for tell in stages:
-                tell(stage)
-
-        yield Sinks([*writers, metrics.write, *boards], keepers, boards, enter)
+        yield Sinks([*writers, metrics.write, *boards], keepers, boards, stages)
 
 
 @contextlib.contextmanager
