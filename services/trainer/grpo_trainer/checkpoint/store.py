@@ -49,16 +49,18 @@ from grpo_trainer.optim.loss_scale import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 
 
-class FileFacts(BaseModel):
-    """Size and checksum of a file. `sha256` is in hexadecimal."""
-
+class _StateFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileFacts(_StateFile):
+    """Size and checksum of a file. `sha256` is in hexadecimal."""
 
     size_bytes: int = Field(ge=0)
     sha256: str
 
 
-class StateRecord(BaseModel):
+class StateRecord(_StateFile):
     """The content of `trainer_state.json`.
 
     `parameters` maps the name of each trained parameter to its shape. `frozen` is a checksum of the
@@ -71,8 +73,6 @@ class StateRecord(BaseModel):
     fixed. `maxent` is tau and the average entropy, see `Tau`; None if tau is fixed.
     `tokens_per_micro_batch` is None in checkpoints of former versions.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     format: Literal[1] = 1
     step: Step
@@ -148,10 +148,6 @@ def checksum_of_untrained(policy: CausalLM, settings: TrainerSettings) -> int | 
     if not adapts and settings.trained_layers is None:
         return None
     return frozen_checksum(policy, is_sample=adapts)
-
-
-class _StateFile(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class NumpyState(_StateFile):
