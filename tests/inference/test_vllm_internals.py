@@ -187,12 +187,13 @@ def test_lora_kernels_go_without_pdl_on_datacentre_blackwell_unless_the_user_wan
 def test_what_is_ours_reaches_vllm_in_no_other_form(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from grpo_core.tree.server import load_server_settings
+    from grpo_core.settings import load_settings
+    from grpo_core.tree.server import ServerSettings
     from grpo_core.weights.ref import WeightRef
     from grpo_vllm.engine.args import parsed_engine_arguments
 
     def parsed(*flags: str) -> Any:
-        settings = load_server_settings(["--model", "m", *flags])
+        settings = load_settings(ServerSettings, ["--model", "m", *flags])
         return parsed_engine_arguments(settings, WeightRef())
 
     file = tmp_path / "vllm.yaml"

@@ -29,10 +29,12 @@ START_S = 120.0
 SUPERVISOR = """
 import sys
 from grpo_core.logs import configure_logging
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_vllm.supervisor.main import supervise
 configure_logging("vllm-server", "INFO")
-sys.exit(supervise(load_server_settings(sys.argv[1:]), sys.argv[1:], "tests.unit.vllm.stub_engine"))
+settings = load_settings(ServerSettings, sys.argv[1:])
+sys.exit(supervise(settings, sys.argv[1:], "tests.unit.vllm.stub_engine"))
 """
 """`vllm-api-server` with the stand-in for its engine and no other difference."""
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights import bridge_config
 from grpo_core.weights.bridge_config import (
     FILE_NAME,
@@ -152,4 +153,4 @@ async def test_a_directory_that_others_may_enter_or_own_is_refused_by_name(
     # before the engine loads anything
     flags = ["--model", "m", "--share-weights", "--weights-socket", str(path)]
     with pytest.raises(UnsafeSocketDirectory):
-        supervise(load_server_settings(flags), flags, "no.engine")
+        supervise(load_settings(ServerSettings, flags), flags, "no.engine")

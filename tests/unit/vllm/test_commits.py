@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import UNTRAINED, WeightKind, WeightRef
 from grpo_core.weights.servers import REPORT_EVERY_S, ServerState, ServerStatus
 from grpo_core.wire.policy_version import PolicyVersion
@@ -44,7 +45,7 @@ class Engine:
 
 
 def supervisor(versions: Any = None) -> Supervisor:
-    settings: Any = load_server_settings(["--model", "some-model", "--redis-url", "none"])
+    settings: Any = load_settings(ServerSettings, ["--model", "some-model", "--redis-url", "none"])
     nothing: Any = None
     return Supervisor(settings, nothing, ServedStore(), nothing, versions)
 

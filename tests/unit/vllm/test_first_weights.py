@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -42,7 +43,7 @@ def adapter(tmp_path: Path) -> ServedWeights:
 async def begins_with(record: Record, *flags: str) -> WeightRef:
     directory = (record.served and record.served.weights.path) or Path("/weights")
     given = ["--model", MODEL, "--weights-dir", str(directory.parent), *flags]
-    return await first_weights(load_server_settings(given), record)
+    return await first_weights(load_settings(ServerSettings, given), record)
 
 
 async def test_the_last_served_weights_are_served_again(adapter: ServedWeights) -> None:

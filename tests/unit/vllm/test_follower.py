@@ -11,7 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_core.errors import ProtocolViolation
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.version_log import Slot
 from grpo_core.weights.versions import DELTA_SUFFIX, FileParts, VersionKind, sha256_of
 from grpo_core.wire.policy_version import PolicyVersion
@@ -122,7 +123,7 @@ async def test_the_same_weights_under_a_new_epoch_get_only_its_name() -> None:
 async def test_the_base_model_of_another_model_is_refused() -> None:
     run = Shared()
     run.announce(v(0), kind=VersionKind.BASE, model="m")
-    server = Server(run, check=servable(load_server_settings(["--model", "m"])))
+    server = Server(run, check=servable(load_settings(ServerSettings, ["--model", "m"])))
     await server.joins()
     async with following(server):
         run.announce(v(0, epoch=2), kind=VersionKind.BASE, model="n")

@@ -18,7 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_vllm import http_server
 from grpo_vllm.http_server import DrainingServer, require_api_key
@@ -80,7 +81,7 @@ async def test_every_route_asks_for_the_key_but_those_of_probes() -> None:
             assert await status(app, path, *wrong) == 401
     assert [await status(app, path) for path in ("/health", "/metrics")] == [200, 200]
     assert await status(require_api_key(Starlette(routes=routes), None), "/generate") == 200
-    settings = load_server_settings(["--model", "m", "--api-key", "one-key"])
+    settings = load_settings(ServerSettings, ["--model", "m", "--api-key", "one-key"])
     serving = ServerStatus(name="a", state=ServerState.SERVING, epoch=0, step=0)
     supervisor = health_app(lambda: serving, lambda: True, settings)
     assert [await status(supervisor, path) for path in ("/healthz", "/readyz")] == [200, 200]

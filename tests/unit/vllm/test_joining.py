@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_core.tree.server import load_server_settings
+from grpo_core.settings import load_settings
+from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -31,7 +32,7 @@ async def first(
     run: Shared, record: Record, *flags: str, server: Server | None = None
 ) -> WeightRef:
     server = server or Server(run)
-    settings = load_server_settings(["--model", "m", *flags])
+    settings = load_settings(ServerSettings, ["--model", "m", *flags])
     return await joined(settings, record, Log(run), server.follower)  # type: ignore[arg-type]
 
 
@@ -104,7 +105,7 @@ async def test_a_server_starts_without_the_redis_that_nobody_named() -> None:
 async def test_versions_of_the_other_kind_are_no_use(
     kind: VersionKind, flags: tuple[str, ...], told: str | None
 ) -> None:
-    check = servable(load_server_settings(["--model", "m", *flags]))
+    check = servable(load_settings(ServerSettings, ["--model", "m", *flags]))
     staged = Staged(Announcement(epoch=1, step=5, kind=kind), None)
     if told is None:
         await check(staged)
@@ -115,7 +116,7 @@ async def test_versions_of_the_other_kind_are_no_use(
 
 @pytest.mark.parametrize("kind", [VersionKind.BASE, VersionKind.FULL])
 async def test_versions_of_another_model_are_never_served(kind: VersionKind) -> None:
-    check = servable(load_server_settings(["--model", "here/m"]))
+    check = servable(load_settings(ServerSettings, ["--model", "here/m"]))
     for model in ("", "elsewhere/m"):
         await check(Staged(Announcement(epoch=1, step=5, kind=kind, model=model), None))
     with pytest.raises(WrongModel, match="belongs to n, but this server serves here/m"):
@@ -124,7 +125,7 @@ async def test_versions_of_another_model_are_never_served(kind: VersionKind) -> 
 
 async def test_a_server_of_another_model_begins_anew_with_its_own() -> None:
     run, record = Shared(), Record()
-    server = Server(run, check=servable(load_server_settings(["--model", "m"])))
+    server = Server(run, check=servable(load_settings(ServerSettings, ["--model", "m"])))
     run.announce(V15, kind=VersionKind.BASE, model="n")
     assert await first(run, record, *NAMED, server=server) == WeightRef(version=V20)
 
@@ -138,7 +139,7 @@ async def test_a_server_of_another_model_is_refused_if_others_serve_the_run(
 ) -> None:
     """Its new policy version would draw all requests."""
     run, record = Shared(), Record()
-    server = Server(run, check=servable(load_server_settings(["--model", "m"])))
+    server = Server(run, check=servable(load_settings(ServerSettings, ["--model", "m"])))
     run.announce(V15, model="n")
     run.others = [ServerStatus(name="b", state=ServerState(state), epoch=epoch, step=5)]
     joining = first(run, record, *NAMED, server=server)
@@ -151,7 +152,7 @@ async def test_a_server_of_another_model_is_refused_if_others_serve_the_run(
 
 
 async def test_an_adapter_is_checked_once_it_is_there(tmp_path: Path) -> None:
-    check = servable(load_server_settings(["--model", "m", "--enable-lora"]))
+    check = servable(load_settings(ServerSettings, ["--model", "m", "--enable-lora"]))
     staged = Staged(Announcement(epoch=1, step=5, kind=VersionKind.ADAPTER), tmp_path)
     with pytest.raises(UnusableWeights, match=r"missing: adapter_config\.json"):
         await check(staged)
