@@ -162,7 +162,7 @@ async def test_a_full_staging_directory_is_named(rig: Rig, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr(staging_module.os, "pwrite", full)
+    monkeypatch.setattr(staging_module.os, "fdopen", full)
     with pytest.raises(StagingFull, match="start the server with --staging-dir"):
         await rig.fetcher.fetch(announced, {})
     assert list(rig.staging.iterdir()) == []

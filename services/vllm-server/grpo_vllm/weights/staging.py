@@ -179,14 +179,9 @@ def _make_empty(directory: Path) -> None:
 
 
 def _write_at(path: Path, first: int, piece: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        view = memoryview(piece)
-        while view:
-            written = os.pwrite(descriptor, view, first)
-            first, view = first + written, view[written:]
-    finally:
-        os.close(descriptor)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.seek(first)
+        file.write(piece)
 
 
 def _fold(file: Path, deltas: Sequence[Path], here: Path) -> Path:
