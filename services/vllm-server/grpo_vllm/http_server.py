@@ -208,23 +208,18 @@ async def serve_until(ended: Callable[[], bool], servers: Mapping[DrainingServer
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
-    async def stop_when_ended() -> None:
-        while not ended():
-            await asyncio.sleep(WATCH_S)
-        stop.set()
-
-    watch = asyncio.create_task(stop_when_ended())
     running = [
         asyncio.create_task(server.serve(sockets=[socket.socket(fileno=descriptor)]))
         for server, descriptor in servers.items()
     ]
     stopped = asyncio.create_task(stop.wait())
+    ends = [stopped, *running]
     try:
-        await asyncio.wait([stopped, *running], return_when=asyncio.FIRST_COMPLETED)
+        while not any(task.done() for task in ends) and not ended():
+            await asyncio.wait(ends, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
         log.info("engine.stopping")
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)
     finally:
-        watch.cancel()
         stopped.cancel()
