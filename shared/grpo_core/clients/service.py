@@ -254,7 +254,7 @@ def check_answer(response: httpx.Response, service: str) -> None:
     if response.is_success:
         return
     where = f"{service}: {response.request.method} {response.request.url}"
-    reason, kinds = _reason_and_kinds(response)
+    reason, kinds = reason_and_kinds(response)
     detail = f"{where} was answered with status {response.status_code}: {reason}"
     if response.status_code in RETRIED_STATUS:
         raise TransientAnswer(detail, response.status_code, _retry_after_s(response))
@@ -333,7 +333,7 @@ def _wait(state: RetryCallState) -> float:
     return max(asked, _backoff(state))
 
 
-def _reason_and_kinds(response: httpx.Response) -> tuple[str, frozenset[str]]:
+def reason_and_kinds(response: httpx.Response) -> tuple[str, frozenset[str]]:
     """Texts and types of the problems in `{"detail": [{"loc", "msg", "type"}]}`; the text of
     `{"detail": text}`, else the whole answer."""
     kinds: frozenset[str] = frozenset()

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import structlog
 
+from grpo_core.clients.service import reason_and_kinds
 from grpo_core.errors import GrpoError
 from grpo_core.process import end_orphans, killed_with_parent
 from grpo_core.tree.server import ServerSettings
@@ -242,11 +243,7 @@ class Engine:
                 f"({str(error) or type(error).__name__})"
             ) from error
         if response.is_client_error:
-            try:
-                raise EngineRefused(str(response.json()["detail"]))
-            except (ValueError, KeyError, TypeError):
-                # Our routes send `{"detail": ...}`, the HTTP server plain text.
-                raise EngineRefused(response.text) from None
+            raise EngineRefused(reason_and_kinds(response)[0])
         if not response.is_success:
             raise EngineDoesNotAnswer(
                 f"engine {self.pid} answered POST {path} with status {response.status_code}: "
