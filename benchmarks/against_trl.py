@@ -8,18 +8,22 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
 from pydantic import Field
 
-from benchmarks.report import host_facts, publish, spread, table, today
+from benchmarks.report import host_facts, number, publish, spread, table, today
 from benchmarks.train_bench.sides import (
     Reading,
+    all_cores,
     demo_records,
     goal_of,
     in_turn,
+    limit_s,
+    step_flops,
     trl_side,
     values,
     work_file,
@@ -69,7 +73,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         bench = TrlBench(settings, Path(scratch), ensure_tiny_model())
         rows = [bench.loop(loop) for loop in LOOPS]
-    heading = ["seconds per step", "TRL", "this project", "ratio", "goal", "our staleness"]
+    sides = ["TRL", "this project", "limit"]
+    heading = ["seconds per step", *sides, "ratio", "goal", "our staleness"]
     lines = [*_introduction(settings.rounds), "", *table([heading, *rows])]
     publish(SECTION, lines, settings.results)
 
@@ -93,15 +98,20 @@ class TrlBench:
             steps=loop.steps,
             threads=self.settings.threads,
         )
-        sides = {"trl": trl_side("loop", work), "ours": lambda: self._demo(loop)}
+        sides = {
+            "trl": trl_side("loop", work),
+            "ours": lambda: self._demo(loop),
+            "all cores": all_cores,
+        }
         found = in_turn(loop.name, self.settings.rounds, sides)
         theirs, ours = (values(found[side], "step_s") for side in ("trl", "ours"))
-        ratio = median(theirs) / median(ours)
+        ratio = median(map(truediv, theirs, ours))
         staleness = median(reading["staleness"] for reading in found["ours"])
         return [
             loop.name,
             spread(theirs),
             spread(ours),
+            number(limit_s(found)),
             f"{ratio:.1f}",
             goal_of(ratio, loop.goal),
             f"{staleness:.1f}",
@@ -114,6 +124,7 @@ class TrlBench:
         records = demo_records(*flags, "--max-completion-tokens", str(loop.longest))
         return {
             "step_s": median(r["train/step_time"] for r in records[3:]),
+            "flops": median(step_flops(r, 1 / 3) for r in records[3:]),
             "staleness": median(r["staleness/mean"] for r in records[3:]),
         }
 
@@ -121,12 +132,13 @@ class TrlBench:
 def _introduction(rounds: int) -> list[str]:
     return [
         f"`make bench-trl` on {today()}, {rounds} runs in turn: median (lowest to highest). "
-        "*ratio* is TRL over this project. Both train the same tiny model on the same prompts, "
-        "with 128 completions of at most 8 tokens (sums) or 64 of at most 128 (GSM8K), in groups "
-        "of 8. A "
-        "step samples, grades and trains. TRL samples a batch with the weights that it trains; "
-        "`grpo-demo` samples the next batch while it trains, so its completions have a staleness. "
-        "TRL has the micro-batch size with which it is fastest.",
+        "*ratio* is TRL over this project, round by round. Both train the same tiny model on the "
+        "same prompts, with 128 completions of at most 8 tokens (sums) or 64 of at most 128 "
+        "(GSM8K), in groups of 8. A step samples, grades and trains. TRL samples a batch with the "
+        "weights that it trains; `grpo-demo` samples the next batch while it trains, so its "
+        "completions have a staleness. TRL has the micro-batch size with which it is fastest. "
+        "*limit*: the floating-point operations of our step, sampling included, at the highest "
+        "rate of float32 matrix products that all cores reached in the same run.",
         "",
         *host_facts(),
     ]

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import ClassVar, Literal
@@ -14,13 +15,16 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.report import host_facts, publish, spread, table, today
+from benchmarks.report import host_facts, number, publish, spread, table, today
 from benchmarks.train_bench.sides import (
     Reading,
+    all_cores,
     demo_records,
     goal_of,
     in_turn,
+    limit_s,
     our_step,
+    step_flops,
     trl_side,
     values,
     work_file,
@@ -71,7 +75,7 @@ def main() -> None:
         bench = RealBench(settings, Path(scratch), ensure_smollm2())
         if settings.part != "step":
             rows = [bench.loop(loop) for loop in LOOPS]
-            _report(settings, LOOP_SECTION, _about_loops(), rows)
+            _report(settings, LOOP_SECTION, _about_loops(), rows, "limit")
         if settings.data is not None and settings.part != "loop":
             _report(settings, STEP_SECTION, _about_step(), bench.step(settings.data))
 
@@ -99,9 +103,14 @@ class RealBench:
         )
         data = self.scratch / "rows.jsonl"
         data.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in asked))
-        sides = {"trl": trl_side("loop", work), "ours": lambda: self._ours(loop, data)}
+        sides = {
+            "trl": trl_side("loop", work),
+            "ours": lambda: self._ours(loop, data),
+            "all cores": all_cores,
+        }
         found = in_turn(loop.mode, self.settings.rounds, sides)
-        return _row(loop.mode, "s a step", found, "step_s", loop.goal)
+        row = _row(loop.mode, "s a step", found, "step_s", loop.goal)
+        return [*row, number(limit_s(found))]
 
     def step(self, data: Path) -> list[list[str]]:
         """One training step on the same completions. Both have the same loss."""
@@ -137,7 +146,10 @@ class RealBench:
             *("--max-completion-tokens", str(LONGEST), "--eval-every", "0"),
             *("--steps", str(2 * self.settings.steps)),
         )[WARM_STEPS:]
-        return {"step_s": median(r["train/step_time"] for r in records)}
+        return {
+            "step_s": median(r["train/step_time"] for r in records),
+            "flops": median(step_flops(r, 1 / 2 if loop.is_lora else 1 / 3) for r in records),
+        }
 
 
 def _row(
@@ -149,15 +161,17 @@ def _row(
     scale: float = 1.0,
 ) -> list[str]:
     theirs, ours = (values(found[side], key, scale) for side in ("trl", "ours"))
-    ratio = median(theirs) / median(ours)
+    ratio = median(map(truediv, theirs, ours))
     return [name, unit, spread(theirs), spread(ours), f"{ratio:.1f}", goal_of(ratio, goal)]
 
 
-def _report(settings: RealBenchSettings, section: str, about: str, rows: list[list[str]]) -> None:
-    heading = ["", "unit", "TRL", "this project", "TRL over ours", "goal"]
+def _report(
+    settings: RealBenchSettings, section: str, about: str, rows: list[list[str]], *more: str
+) -> None:
+    heading = ["", "unit", "TRL", "this project", "TRL over ours", "goal", *more]
     lines = [
         f"`make bench-real` on {today()}, {settings.rounds} runs in turn: median (lowest to "
-        f"highest). {about}",
+        f"highest), the ratio round by round. {about}",
         "",
         *host_facts(),
         "",
@@ -171,7 +185,8 @@ def _about_loops() -> str:
         f"{PROMPTS} prompts of {GROUP_SIZE} completions of at most {LONGEST} tokens, float32. A "
         "step samples, grades and trains. TRL samples a batch with the weights that it trains; "
         "`grpo-demo` samples the next two while it trains. lora_only: rank 16 on q_proj and v_proj "
-        "on both sides."
+        "on both sides. *limit*: the floating-point operations of our step, sampling included, at "
+        "the highest rate of float32 matrix products that all cores reached in the same run."
     )
 
 

@@ -11,12 +11,15 @@ import tempfile
 import venv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import structlog
+import torch
 
 from benchmarks.report import verdict
 from grpo_tiny_model.model import default_cache_directory
+from grpo_trainer.telemetry.speed import product_rate
 
 Reading = dict[str, Any]
 PINS = Path(__file__).parents[2] / "requirements" / "trl.txt"
@@ -89,6 +92,29 @@ def demo_records(*flags: str) -> list[dict[str, Any]]:
         subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
         metrics = Path(directory) / "runs" / "latest" / "metrics.jsonl"
         return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def step_flops(record: Mapping[str, float], of_sampling: float) -> float:
+    """Floating-point operations that a step of a run needs, by the metrics that it logged: those of
+    training, as `ModelFlops` counts them, and those of sampling the same tokens.
+
+    Args:
+        of_sampling: of a token, over those of training it. Of 6 for each trained weight, 2 are of
+            the forward pass: 1/3. A frozen one needs 4: 1/2
+    """
+    rate = record["train/mfu"] * record["train/device_tflops"] * 1e12
+    return rate * record["train/compute_time"] * (1 + of_sampling)
+
+
+def all_cores() -> Reading:
+    """FLOP/s of float32 matrix products on all cores: what limits a step, measured in turn."""
+    return {"rate": product_rate(torch.device("cpu"), torch.float32)}
+
+
+def limit_s(found: Mapping[str, Sequence[Reading]]) -> float:
+    """Seconds of a step of ours at the rate of `all_cores`. The highest rate counts, because
+    other work can only lower it."""
+    return median(values(found["ours"], "flops")) / max(values(found["all cores"], "rate"))
 
 
 def values(readings: Sequence[Reading], key: str, scale: float = 1.0) -> list[float]:
