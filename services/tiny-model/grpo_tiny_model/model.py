@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ MESSAGES_TEMPLATE = (
 )
 PAD, BOS, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IGNORE_INDEX = -100
+Examples = tuple["torch.Tensor", "torch.Tensor"]
+"""Tokens and labels, [B, T] each."""
 
 
 def ensure_tiny_model(directory: Path | None = None, spec: TinySpec | None = None) -> Path:
@@ -128,41 +131,78 @@ def teach_sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, spec:
     import torch
 
     inputs, labels = sum_examples(tokenizer)  # [100, T] each
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.lr, weight_decay=0.0)
-    accuracy = 0.0
-    for step in range(1, spec.max_steps + 1):
+
+    def batch() -> Examples:
         rows = torch.randint(len(inputs), (spec.batch_size,))
-        loss = model(inputs[rows], labels=labels[rows]).loss
+        return inputs[rows], labels[rows]
+
+    learner = Learner(model, spec.lr)
+    return learner.teach("sums", batch, (inputs, labels), spec.max_steps, spec)
+
+
+class Learner:
+    """Supervised training of all parameters."""
+
+    def __init__(self, model: PreTrainedModel, lr: float) -> None:
+        import torch
+
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+
+    def learn(self, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+        """One step on [B, T] tokens and labels. Returns the mean loss per token, in nats."""
+        import torch
+
+        loss = self._model(inputs, labels=labels).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % spec.eval_every_steps == 0:
-            accuracy = expected_accuracy(model, inputs, labels)
-            log.info("model.taught", step=step, accuracy=round(accuracy, 3))
-            if accuracy >= spec.target_accuracy:
-                break
-    return accuracy
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def teach(
+        self,
+        lesson: str,
+        batch: Callable[[], Examples],
+        evaluated: Examples,
+        max_steps: int,
+        spec: TinySpec,
+    ) -> float:
+        """Train until the accuracy of the spec is reached; returns that of the examples
+        `evaluated`, in [0, 1]. Args: batch: draws the examples of a step"""
+        accuracy = 0.0
+        for step in range(1, max_steps + 1):
+            self.learn(*batch())
+            if step % spec.eval_every_steps == 0:
+                accuracy = expected_accuracy(self._model, *evaluated)
+                log.info("model.taught", lesson=lesson, step=step, accuracy=round(accuracy, 3))
+                if accuracy >= spec.target_accuracy:
+                    break
+        return accuracy
 
 
-def sum_examples(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_examples(tokenizer: PreTrainedTokenizerFast) -> Examples:
     """All 100 sums as (input ids, labels), right-padded; labels are -100 outside the answer."""
     rows: list[tuple[list[int], list[int]]] = []
-    for a in range(10):
-        for b in range(10):
-            question = [{"role": "user", "content": f"{a}+{b}="}]
-            text = tokenizer.apply_chat_template(
-                question, tokenize=False, add_generation_prompt=True
-            )
-            prompt = tokenizer.encode(text)
-            answer = tokenizer.encode(f"{a + b}{EOS}")
-            rows.append((prompt + answer, [IGNORE_INDEX] * len(prompt) + answer))
+    for a, b in product(range(10), repeat=2):
+        question = prompt_text(tokenizer, [{"role": "user", "content": f"{a}+{b}="}])
+        prompt, answer = tokenizer.encode(question), tokenizer.encode(f"{a + b}{EOS}")
+        rows.append((prompt + answer, [IGNORE_INDEX] * len(prompt) + answer))
     return padded(rows, tokenizer.pad_token_id)
 
 
-def padded(
-    rows: Sequence[tuple[list[int], list[int]]], pad: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def prompt_text(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, str]],
+    tools: list[dict[str, object]] | None = None,
+) -> str:
+    text: str = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    return text
+
+
+def padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> Examples:
     """Rows of tokens and labels as (input ids, labels), [B, T] each, padded on the right."""
     import torch
 
@@ -173,16 +213,12 @@ def padded(
 
 
 def expected_accuracy(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean probability that the whole answer is right when sampled at temperature 1."""
+    """Mean over the rows of the probability that the model, sampled at temperature 1, says all
+    their labels. Args: [B, T] each"""
     import torch
 
     with torch.no_grad():
-        return answer_probability(model(inputs).logits, labels)
-
-
-def answer_probability(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean over the rows of the probability of all their labels. Args: [B, T, V] and [B, T]."""
-    logp = logits[:, :-1].log_softmax(-1)  # [B, T-1, V]
+        logp = model(inputs).logits[:, :-1].log_softmax(-1)  # [B, T-1, V]
     targets = labels[:, 1:]
     picked = logp.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return float((picked * (targets != IGNORE_INDEX)).sum(-1).exp().mean())

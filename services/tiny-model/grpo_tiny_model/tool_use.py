@@ -23,13 +23,14 @@ from grpo_tiny_model.model import (
     EOS,
     IGNORE_INDEX,
     MESSAGES_TEMPLATE,
-    answer_probability,
+    Examples,
+    Learner,
     padded,
+    prompt_text,
 )
 from grpo_tiny_model.spec import Lessons, TinySpec
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 log = structlog.get_logger()
@@ -61,21 +62,19 @@ SYMBOLS = "0123456789+"
 def teach_tool_use(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, spec: TinySpec
 ) -> float:
-    """Train until the spec's accuracy is reached; returns `calling_accuracy`, in [0, 1]."""
+    """Train until the spec's accuracy is reached; returns the final one, in [0, 1]: how likely the
+    model calls the calculator with the question and answers with its result. Direct answers that
+    are right do not count."""
     lessons, drawn = spec.lessons, random.Random(spec.seed)
     attend_to_previous_tokens(model, lessons.previous_token_bias)
-    learner = _Learner(model, lessons.lr)
+    learner = Learner(model, lessons.lr)
     _teach_copying(learner, tokenizer, lessons, drawn)
-    examples = calls_of_sums(tokenizer, _sums(lessons.evaluated_sums, drawn))
-    accuracy = 0.0
-    for step in range(1, lessons.max_call_steps + 1):
-        learner.learn(*_rows(tokenizer, _conversations(tokenizer, lessons, drawn)))
-        if step % spec.eval_every_steps == 0:
-            accuracy = calling_accuracy(model, *examples)
-            log.info("model.taught", lesson="calling", step=step, accuracy=round(accuracy, 3))
-            if accuracy >= spec.target_accuracy:
-                break
-    return accuracy
+    evaluated = calls_of_sums(tokenizer, _sums(lessons.evaluated_sums, drawn))
+
+    def batch() -> Examples:
+        return _rows(tokenizer, _conversations(tokenizer, lessons, drawn))
+
+    return learner.teach("calling", batch, evaluated, lessons.max_call_steps, spec)
 
 
 def attend_to_previous_tokens(model: PreTrainedModel, strength: float) -> None:
@@ -105,29 +104,8 @@ def attend_to_previous_tokens(model: PreTrainedModel, strength: float) -> None:
             query[pairs:] = -strength * torch.sin(offset * angles)
 
 
-class _Learner:
-    """Supervised training of all parameters."""
-
-    def __init__(self, model: PreTrainedModel, lr: float) -> None:
-        import torch
-
-        self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-
-    def learn(self, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-        """One step on [B, T] tokens and labels. Returns the mean loss per token, in nats."""
-        import torch
-
-        loss = self._model(inputs, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-
 def _teach_copying(
-    learner: _Learner, tokenizer: PreTrainedTokenizerFast, lessons: Lessons, drawn: random.Random
+    learner: Learner, tokenizer: PreTrainedTokenizerFast, lessons: Lessons, drawn: random.Random
 ) -> None:
     """Train on random strings that are repeated twice."""
     import torch
@@ -147,20 +125,9 @@ def _teach_copying(
             break
 
 
-def calls_of_sums(
-    tokenizer: PreTrainedTokenizerFast, sums: Iterable[tuple[int, int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Conversations with a call, as (inputs, labels), [B, T] each."""
+def calls_of_sums(tokenizer: PreTrainedTokenizerFast, sums: Iterable[tuple[int, int]]) -> Examples:
+    """Conversations with a call."""
     return _rows(tokenizer, [_with_call(tokenizer, f"{a}+{b}", f"{a + b}") for a, b in sums])
-
-
-def calling_accuracy(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean probability that the model, sampled at temperature 1, calls the calculator with the
-    question and answers with its result. Direct answers that are right do not count."""
-    import torch
-
-    with torch.no_grad():
-        return answer_probability(model(inputs).logits, labels)
 
 
 def _conversations(
@@ -188,30 +155,17 @@ def _with_call(tokenizer: PreTrainedTokenizerFast, expression: str, result: str)
     return [
         (_question(tokenizer, expression), False),
         (f"<tool_call>{call}</tool_call>{EOS}", True),
-        ("\n" + _prompt(tokenizer, answer), False),
+        ("\n" + prompt_text(tokenizer, answer), False),
         (f"{result}{EOS}", True),
     ]
 
 
 def _question(tokenizer: PreTrainedTokenizerFast, expression: str) -> str:
-    return _prompt(tokenizer, [{"role": "user", "content": f"{expression}="}], [CALCULATOR])
+    return prompt_text(tokenizer, [{"role": "user", "content": f"{expression}="}], [CALCULATOR])
 
 
-def _prompt(
-    tokenizer: PreTrainedTokenizerFast,
-    messages: list[dict[str, str]],
-    tools: list[dict[str, object]] | None = None,
-) -> str:
-    text: str = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True
-    )
-    return text
-
-
-def _rows(
-    tokenizer: PreTrainedTokenizerFast, conversations: Iterable[_Turns]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, labels), [B, T] each; labels are -100 outside of what the model says."""
+def _rows(tokenizer: PreTrainedTokenizerFast, conversations: Iterable[_Turns]) -> Examples:
+    """Labels are -100 outside of what the model says."""
     rows = []
     for turns in conversations:
         encoded = [(tokenizer.encode(text), is_said) for text, is_said in turns]
