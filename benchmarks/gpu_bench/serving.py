@@ -1,15 +1,10 @@
-"""Decoding beside bare vLLM, swaps of adapters, and publications in `shared_vllm`, on one GPU."""
+"""Decoding beside bare vLLM, and publications in each mode, on one GPU."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
-from pathlib import Path
-from typing import Any
+from contextlib import closing
 
 from benchmarks.gpu_bench.bench import (
     BANDWIDTH_H200,
@@ -24,14 +19,14 @@ from benchmarks.gpu_bench.bench import (
 )
 from benchmarks.gpu_bench.models import decode_limit
 from benchmarks.gpu_bench.training import (
-    Trainee,
-    Variant,
+    free_memory,
     optimizer_beside_server,
-    optimizer_name,
     random_batch,
+    settings_of,
     trainee_of,
 )
 from benchmarks.servers import (
+    RANK,
     Server,
     client,
     completions,
@@ -40,11 +35,10 @@ from benchmarks.servers import (
     under_load,
     write_random_adapter,
 )
-from grpo_core.clients.inference import BridgeClient
 from grpo_core.errors import GrpoError
 from grpo_core.tree.trainer import ForwardOptions
-from grpo_trainer.weight_sync.attachment import ServerConnection
-from grpo_trainer.weight_sync.shared import SharedVllm
+from grpo_core.tree.weights import served_weights_directory
+from grpo_trainer.weight_sync.build import build_weight_sync
 
 GOALS = {ServerName.SHARED: 0.97, ServerName.PLAIN: 0.97, ServerName.LORA: 0.9}
 """Tokens per second over those of bare vLLM, which serves the model without an adapter."""
@@ -52,13 +46,20 @@ VLLM_SLEEP_MS = 20.0
 """`await asyncio.sleep(0.02)` at the end of vLLM's AsyncLLM.pause_generation (0.24 to 0.32)."""
 PUBLICATION_GOAL_MS = 10.0
 """Of the 7B model, beyond vLLM's sleep."""
-MIN_PUBLICATIONS, WARM_UPS = 5, 2
-MIN_SWAPS = 3
-PAUSE_S = 0.5
-LEASE_S = 60.0
+MIN_PUBLICATIONS, WARM_UPS = 3, 1
+MODES = {
+    ServerName.SHARED: "shared_vllm",
+    ServerName.LORA: "lora_only",
+    ServerName.PLAIN: "none",
+}
+"""Whose publications are measured."""
 
 Speeds = dict[tuple[ServerName, int], list[float]]
 """Tokens per second by server and concurrency, round by round."""
+
+
+class NothingPublished(GrpoError):
+    """The publications of every mode failed."""
 
 
 class UpdateNotServed(GrpoError):
@@ -68,7 +69,9 @@ class UpdateNotServed(GrpoError):
 def measure_decode(bench: GpuBench, until: Deadline) -> None:
     names = list(ServerName)
     servers = dict(zip(names, bench.serve(*names), strict=True))
-    load_adapter(servers[ServerName.LORA].url, _adapter(bench, 0))
+    adapters = served_weights_directory(bench.files_of(ServerName.LORA))
+    adapter = write_random_adapter(bench.model, adapters / "random")
+    load_adapter(servers[ServerName.LORA].url, adapter)
     speeds: Speeds = defaultdict(list)
     work = bench.work
     for number in range(work.rounds + 1):
@@ -78,11 +81,9 @@ def measure_decode(bench: GpuBench, until: Deadline) -> None:
                 speed = asyncio.run(_speed(bench, servers[name], concurrency))
                 if number:  # the first round warms everything up
                     speeds[name, concurrency].append(speed)
-        # A run that is cut off later has printed figures.
-        is_last = number >= work.min_rounds and not until.left_s
-        if number in (work.min_rounds, work.rounds) or is_last:
+        if number:
             _say_speeds(bench, speeds)
-        if is_last:
+        if number >= work.min_rounds and not until.left_s:
             break
 
 
@@ -115,77 +116,51 @@ def _say_speeds(bench: GpuBench, speeds: Speeds) -> None:
             bench.say(f"{label}, {concurrency} at once", "", ratios, goal=Goal(GOALS[name]))
 
 
-def measure_swaps(bench: GpuBench, until: Deadline) -> None:
-    [server] = bench.serve(ServerName.LORA)
-    at_once = bench.work.concurrencies[1]
-    written_ms, served_ms = [], []
-    with under_load(server.url, SERVED_NAME, at_once, bench.work.prompt_tokens, 32):
-        load_adapter(server.url, _adapter(bench, 0))  # warms up
-        for number in range(1, bench.work.swaps + 1):
-            if number > MIN_SWAPS and not until.left_s:
-                break
-            time.sleep(PAUSE_S)
-            began = time.monotonic()
-            written = _adapter(bench, number)
-            handed_off = time.monotonic()
-            load_adapter(server.url, written)
-            served_ms.append((time.monotonic() - handed_off) * MS_PER_S)
-            written_ms.append((handed_off - began) * MS_PER_S)
-    what = f"rank 16 on q_proj and v_proj, {at_once} generations under way"
-    bench.say(f"hand-off to served, {what}", "ms", served_ms)
-    bench.say("writing the files before that", "ms", written_ms)
-
-
-def _adapter(bench: GpuBench, seed: int) -> Path:
-    directory = bench.directory / "adapters" / f"{time.monotonic_ns()}"
-    return write_random_adapter(bench.model, directory, seed)
-
-
 def measure_publications(bench: GpuBench, until: Deadline) -> None:
-    bench.stop_servers(keep=[ServerName.SHARED])
-    [server] = bench.serve(ServerName.SHARED)
-    variant = Variant("default", ForwardOptions(), optimizer_beside_server(bench.size))
+    """In each mode but `lora_restart`, after each step of a trainer, while requests run."""
+    bench.stop_servers(keep=list(MODES))
+    bench.launch(*MODES)
+    for number, name in enumerate(MODES):
+        try:
+            _publish(bench, name, until.share(len(MODES) - number))
+        except (GrpoError, RuntimeError, OSError) as error:
+            bench.leave_out(f"publication, {name}", f"{type(error).__name__}: {error}")
+        free_memory()
+    if not bench.rows:
+        raise NothingPublished("no mode published, see above")
+
+
+def _publish(bench: GpuBench, name: ServerName, until: Deadline) -> None:
+    [server] = bench.serve(name)
+    mode, at_once = MODES[name], bench.work.concurrencies[1]
     batch = random_batch(bench.shape, bench.work, seed=0)
-    at_once, work = bench.work.concurrencies[1], bench.work
-    steps = count()
-    with attached(server, str(bench.model)) as (sync, policy):
-        trainee = trainee_of(policy, variant, batch)
+    given: dict[str, object] = {"model": str(bench.model), "inference_url": server.url}
+    given |= {"mode": mode, "steps": bench.work.publications + WARM_UPS}
+    if name is ServerName.SHARED:
+        given |= optimizer_beside_server(bench.size)
+    else:
+        given |= {"save_path": bench.files_of(name), "redis_url": bench.redis_url}
+    given |= {"lora_r": RANK} if name is ServerName.LORA else {}
+    settings = settings_of(given, batch)
+    found: list[float] = []
+    with closing(build_weight_sync(settings)) as sync:
+        policy = sync.load_policy().eval()
+        trainee = trainee_of(policy, settings, ForwardOptions(compile=False), batch)
         sync.start(trainee.optimizer, 0)
-        idle_ms = _published_ms(bench, sync, trainee, steps, until.share(2))
-        with under_load(server.url, SERVED_NAME, at_once, work.prompt_tokens, work.new_tokens):
-            loaded_ms = _published_ms(bench, sync, trainee, steps, until)
+        load = (SERVED_NAME, at_once, bench.work.prompt_tokens, bench.work.new_tokens)
+        with under_load(server.url, *load):
+            for step in range(WARM_UPS + bench.work.publications):
+                if step >= WARM_UPS + MIN_PUBLICATIONS and not until.left_s:
+                    break
+                trainee.gather(step)
+                trainee.optimizer.step(step)
+                synchronize(bench.device)  # a publication would wait for the rest of the step
+                found.append(sync.publish(trainee.optimizer, step + 1).seconds * MS_PER_S)
         if unwritten := trainee.optimizer.unwritten_parameters():
             raise UpdateNotServed(f"{unwritten} parameters differ from their masters")
-    name = f"publication, {optimizer_name(variant.optimizer)}"
-    goal = Goal(PUBLICATION_GOAL_MS, is_highest=True) if bench.size == "7b" else None
-    for where, found in (("idle", idle_ms), (f"{at_once} generations under way", loaded_ms)):
-        bench.say(f"{name}, {where}", "ms", found)
-        beyond = [value - VLLM_SLEEP_MS for value in found]
-        sleep = f"beyond vLLM's sleep of {VLLM_SLEEP_MS:g} ms"
-        bench.say(f"the same {sleep}, {where}", "ms", beyond, goal=goal)
-
-
-def _published_ms(
-    bench: GpuBench, sync: SharedVllm, trainee: Trainee, steps: Iterator[int], until: Deadline
-) -> list[float]:
-    """Milliseconds of each publication, each after a training step."""
-    found: list[float] = []
-    while len(found) < WARM_UPS + bench.work.publications:
-        if len(found) >= WARM_UPS + MIN_PUBLICATIONS and not until.left_s:
-            break
-        step = next(steps)
-        trainee.gather(step)
-        trainee.optimizer.step(step)
-        synchronize(bench.device)  # a publication would wait for the rest of the step
-        found.append(sync.publish(trainee.optimizer, step + 1).seconds * MS_PER_S)
-    return found[WARM_UPS:]
-
-
-@contextmanager
-def attached(server: Server, model: str) -> Iterator[tuple[SharedVllm, Any]]:
-    """The weight sync, and the policy of views of the server's weights."""
-    sync = SharedVllm(ServerConnection(BridgeClient(server.url)), model, lease_s=LEASE_S)
-    try:
-        yield sync, sync.load_policy().eval()
-    finally:
-        sync.close()
+    what = f"publication, {mode}, {at_once} requests under way"
+    bench.say(what, "ms", found[WARM_UPS:])
+    if name is ServerName.SHARED:
+        beyond = [value - VLLM_SLEEP_MS for value in found[WARM_UPS:]]
+        goal = Goal(PUBLICATION_GOAL_MS, is_highest=True) if bench.size == "7b" else None
+        bench.say(f"{what}, beyond vLLM's sleep of {VLLM_SLEEP_MS:g} ms", "ms", beyond, goal=goal)
