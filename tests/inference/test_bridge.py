@@ -167,7 +167,7 @@ def test_nothing_is_generated_during_a_pause(shared_server: InferenceServer) -> 
             try:
                 refused = httpx.get(f"{shared_server.url}/health_generate")
                 assert refused.status_code == 503
-                assert "the engine sampled no token within 5 s" in refused.json()["detail"]
+                assert "no token within 5 s" in refused.json()["detail"]
                 assert not request.done()
                 assert info(shared_server)["state"] == "paused"
                 assert httpx.get(f"{shared_server.url}/health").status_code == 200

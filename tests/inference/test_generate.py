@@ -229,7 +229,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"n": 2, "temperature": 0}, "n"),
     ],
     "outside our range, where logits would overflow": [
-        ({"logit_bias": {"5": 1e39}}, "logit_bias: expected values from"),
+        ({"logit_bias": {"5": 1e39}}, "logit_bias: expected values of at most"),
         ({"repetition_penalty": 1e-30}, "repetition_penalty: expected 0.01"),
     ],
     "would end the engine, or spoil the answers of others": [

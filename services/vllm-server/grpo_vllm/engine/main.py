@@ -126,8 +126,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
         if bridge.engine.broken:
             raise EngineDied(
-                "the engine failed in a pause or while it loaded weights; the supervisor restarts "
-                "it"
+                "the engine failed in a pause, or while loading weights; the supervisor restarts it"
             )
 
 

@@ -203,8 +203,7 @@ def lora_router(
             raise BridgeConflict("no adapter is loaded")
         if request.adapter_name not in ("", current.name, switch.served_name):
             raise BridgeConflict(
-                f"adapter {request.adapter_name} is not loaded; the loaded adapter is "
-                f"{current.name}"
+                f"adapter {request.adapter_name} is not loaded; the loaded one is {current.name}"
             )
         await switch.unload()
         # The server returns to the model during a run, so the version must be one that no trainer

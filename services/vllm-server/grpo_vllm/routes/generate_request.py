@@ -36,8 +36,7 @@ REFUSED: Mapping[str, str] = {
     "flat_logprobs": _SET_BY_SERVER,
     "prompt_logprob_token_ids": "the server does not support this parameter; use prompt_logprobs",
     "prompt_logprob_start": "the server does not support this parameter; use prompt_logprobs",
-    "watermarking": "the server does not support this parameter, because it changes the sampling "
-    "without changing the logprobs",
+    "watermarking": "the server does not support it: sampling changes, and the logprobs do not",
 }
 """vLLM's sampling parameters that a client may not set: name → reason."""
 SAMPLED_TOKENS_ONLY = 0
@@ -117,8 +116,7 @@ def parse_generate_request(body: bytes, model_config: Any, tokenizer: Any) -> Ge
         raise BadGenerateRequest("prompt: expected at least one token")
     if len(token_ids) >= model_config.max_model_len:
         raise BadGenerateRequest(
-            f"prompt: {len(token_ids)} tokens leave no room for a completion in a context "
-            f"of {model_config.max_model_len} tokens"
+            f"prompt: {len(token_ids)} tokens fill the context of {model_config.max_model_len}"
         )
     vocabulary = model_config.get_vocab_size()
     for i, token in enumerate(token_ids):
@@ -137,8 +135,7 @@ def _prompt_token_ids(prompt: Any, model_config: Any, tokenizer: Any) -> list[in
     if isinstance(prompt, str):
         if len(prompt) > model_config.max_model_len * tokenizer.max_chars_per_token:
             raise BadGenerateRequest(
-                f"prompt: {len(prompt)} characters cannot fit into a context of "
-                f"{model_config.max_model_len} tokens"
+                f"prompt: {len(prompt)} characters exceed a context of {model_config.max_model_len}"
             )
         token_ids: list[int] = tokenizer.encode(prompt)
         return token_ids
@@ -198,15 +195,10 @@ def _unsafe_values(sampling: Any) -> Iterator[str]:
     biases = (sampling.logit_bias or {}).values()
     if any(abs(bias) > MAX_LOGIT_BIAS for bias in biases):
         worst = max(biases, key=abs)
-        yield (
-            f"logit_bias: expected values from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, got "
-            f"{worst:g}"
-        )
-    if not 1 / MAX_PENALTY <= sampling.repetition_penalty <= MAX_PENALTY:
-        yield (
-            f"repetition_penalty: expected {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}, got "
-            f"{sampling.repetition_penalty:g}"
-        )
+        yield f"logit_bias: expected values of at most ±{MAX_LOGIT_BIAS:g}, got {worst:g}"
+    value = sampling.repetition_penalty
+    if not 1 / MAX_PENALTY <= value <= MAX_PENALTY:
+        yield f"repetition_penalty: expected {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}, got {value:g}"
 
 
 def _is_nested_deeper(value: Any, levels: int) -> bool:

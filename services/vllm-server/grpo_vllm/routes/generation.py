@@ -95,8 +95,7 @@ def generation_router(
                 await _whole_answer(start(ONE_TOKEN))
         except TimeoutError:
             raise GenerationFailed(
-                f"the engine sampled no token within {HEALTH_DEADLINE_S:g} s; the server may be "
-                "paused or overloaded"
+                f"no token within {HEALTH_DEADLINE_S:g} s; the server may be paused or overloaded"
             ) from None
         return Response()
 

@@ -182,9 +182,8 @@ class RunningRequest:
             return
         if "error" in reasons and self.request.sampling.structured_outputs is not None:
             raise BadGenerateRequest(
-                "structured_outputs: the engine cannot follow this grammar, because the grammar "
-                "recurses without end, or because other parameters exclude every token that the "
-                "grammar allows"
+                "structured_outputs: the engine cannot follow this grammar: it recurses without "
+                "end, or other parameters exclude every token that it allows"
             )
         raise GenerationFailed(
             f"the engine stopped before all completions had ended (finish reasons {reasons})"
@@ -199,8 +198,7 @@ def _sampled_first(token: int, entry: Any) -> dict[int, float]:
     sampled = entry[token].logprob
     if not math.isfinite(sampled):
         raise NonFiniteLogprob(
-            f"token {token} was sampled with logprob {sampled}, which is not finite; check the "
-            "weights for NaN or infinite values"
+            f"token {token} was sampled with logprob {sampled}; check the weights for NaN"
         )
     return {token: sampled, **_finite(entry)}
 

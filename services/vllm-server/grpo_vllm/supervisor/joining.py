@@ -46,8 +46,7 @@ def servable(settings: ServerSettings) -> Check:
         if not same_model(model, settings.model):
             raise WrongModel(
                 f"policy version {staged.announced.id} belongs to {model}, but this server serves "
-                f"{settings.model}; start the server with the trainer's --model, or with another "
-                "--run-id"
+                f"{settings.model}; start it with the trainer's --model, or another --run-id"
             )
         if kind is not WeightKind.BASE and (kind is WeightKind.ADAPTER) != settings.enable_lora:
             what = "a whole model" if settings.enable_lora else "an adapter"
@@ -148,8 +147,7 @@ async def first_weights(settings: ServerSettings, store: ServedStore) -> WeightR
                 "weights.restored",
                 policy_version=tuple(version),
                 directory=str(path),
-                hint=f"to serve {settings.model} instead, pass --no-await-weights or another "
-                "--run-id",
+                hint=f"to serve {settings.model}, pass --no-await-weights or another --run-id",
             )
             return served.weights.model_copy(update={"path": path})
     return await _begin_anew(settings, store, version, version, obstacle)

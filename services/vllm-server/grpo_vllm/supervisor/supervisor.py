@@ -356,10 +356,7 @@ class Supervisor:
     ) -> Commit | None:
         """Retry, perhaps after a delay, roll back, or give up. Returns the request for which the
         next engine starts. Args: crashed: the engine ended by itself"""
-        reason = (
-            f"the engine ended with status {code} before it answered requests; "
-            "read the server's log"
-        )
+        reason = f"the engine ended with status {code} before it answered; read the server's log"
         if commit is None:
             self._reason = reason
             return await self._back_off()

@@ -154,10 +154,7 @@ def why_not_exportable(memory: WeightMemory) -> str | None:
     """The reason why CUDA cannot export the memory; None if it can."""
     backend = torch.cuda.memory.get_allocator_backend()
     if backend != NATIVE:
-        return (
-            f"other processes cannot open memory of torch's allocator {backend}; start the server "
-            "without backend: in PYTORCH_ALLOC_CONF"
-        )
+        return f"torch's {backend} cannot share memory; omit backend: in PYTORCH_ALLOC_CONF"
     snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     spans = [
         range(segment["address"], segment["address"] + segment["total_size"])

@@ -168,8 +168,7 @@ def _make_private(directory: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != own or mode & 0o077:
         raise NotFetched(
             f"{directory} must be a directory of user {own} with mode 700, but it belongs to user "
-            f"{found.st_uid} and has mode {mode:04o}; delete it, or start the server with another "
-            "--staging-dir"
+            f"{found.st_uid} and has mode {mode:04o}; delete it, or pass another --staging-dir"
         )
 
 

@@ -110,10 +110,7 @@ class BridgeConflict(GrpoError):
 _RESTARTED = "restarted and holds the weights of --model"
 _HALF_WRITTEN = "holds weights of which a trainer may have written only a part"
 _LATE = "an earlier trainer went on writing after its lease had expired"
-_NO_PAUSE = (
-    "session {session} does not hold the pause, because its lease expired; attach again and write "
-    "all weights under a new pause"
-)
+_NO_PAUSE = "session {session} does not hold the pause: its lease expired; attach and write again"
 
 
 @dataclass

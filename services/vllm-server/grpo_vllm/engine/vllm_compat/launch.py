@@ -166,8 +166,7 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
         config = given.create_engine_config(usage_context=usage)
     except OSError as error:  # of transformers: no such model on the hub, or no network
         raise ModelNotFound(
-            f"--model {given.model}: {' '.join(str(error).split())} Name a directory, or download "
-            "the model first"
+            f"--model {given.model}: {' '.join(str(error).split())} Name a directory or download it"
         ) from error
     refuse_partial_model(config)
     if config.lora_config is not None:
@@ -188,8 +187,7 @@ async def open_engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
         if _FAILED not in str(error):
             raise
         raise EngineNotStarted(
-            "vLLM's engine ended while it started; the traceback before this line of the server's "
-            "log names the cause"
+            "vLLM's engine ended while it started; the traceback above this line names the cause"
         ) from error
     try:
         yield engine
@@ -313,8 +311,7 @@ def warn_of_stock_adapters() -> None:
         log.warning(
             "adapters.stock_class",
             found=found,
-            reason="prompt logprobs of the trainer's check may end the engine; see the page on "
-            "lora_only",
+            reason="prompt logprobs may end the engine; see the page on lora_only",
             hint="unset VLLM_PLUGINS and VLLM_TARGET_DEVICE",
         )
 

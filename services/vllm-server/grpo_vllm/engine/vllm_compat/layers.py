@@ -121,10 +121,7 @@ def _of_the_model(vllm_config: Any, special_layers: Mapping[str, str]) -> Iterat
             f"model; remove --speculative-config, or {OTHER_MODES}"
         )
     if vllm_config.parallel_config.enable_expert_parallel:
-        yield (
-            "--enable-expert-parallel: a trainer writes only one worker's weights; remove this "
-            "option"
-        )
+        yield "--enable-expert-parallel: a trainer writes only one worker's weights; remove it"
     # Layers of quantised, MLA and expert models are reported above as one obstacle.
     if special_layers and not (quantization or model_config.use_mla or experts):
         named = [f"{name}: {served_by}" for name, served_by in special_layers.items()]
@@ -138,10 +135,7 @@ def _of_the_model(vllm_config: Any, special_layers: Mapping[str, str]) -> Iterat
 
 def _of_the_memory(model_config: Any, offload: Any) -> Iterator[str]:
     if model_config.enable_sleep_mode:
-        yield (
-            "--enable-sleep-mode: other processes cannot share this memory, and sleeping would "
-            "release it; remove this option"
-        )
+        yield "--enable-sleep-mode: sleeping would release memory that a trainer shares; remove it"
     elif model_config.enable_cumem_allocator:  # sleep mode implies it
         yield "--enable-cumem-allocator: other processes cannot share its memory; omit it"
     if offload.uva.cpu_offload_gb > 0:

@@ -57,10 +57,7 @@ def refusal_of(sampling: Any) -> str | None:
     if sampling.logprob_token_ids is not None:
         # vLLM's sampler then gathers these tokens for the whole batch. Other requests lose their
         # alternatives, and if they sampled token 0, its logprob becomes -inf.
-        return (
-            "logprob_token_ids: not supported, because it falsifies the logprobs of other "
-            "requests; use logprobs"
-        )
+        return "logprob_token_ids: falsifies the logprobs of other requests; use logprobs"
     if sampling.prompt_logprobs is not None and not sampling.skip_reading_prefix_cache:
         # Logprobs are not computed for tokens from the cache. The answer would hold uninitialised
         # memory, and the server would crash if that is not a token id.
