@@ -37,8 +37,10 @@ RESULTS, OUTCOMES, LOG = "results.md", "outcomes.json", "visit.log"
 SECTION = "GPU visit"
 GRACE_S = 5.0
 """For a part to end its servers after SIGTERM."""
-CPU_FACTOR = 5.0
-"""How much longer the parts may take in a rehearsal on a CPU, with the tiny model."""
+CPU_FACTOR = 10.0
+"""How much longer a rehearsal on a CPU, and each of its parts, may take."""
+MEASURED = 0.6
+"""Share of a part's limit after which it begins nothing new; to start takes time, too."""
 DONE, FAILED = "done", "failed"
 SHOWN_LINES, SHOWN_CHARACTERS = 4, 400
 """Of the output of a part that failed."""
@@ -59,7 +61,9 @@ class GpuVisitSettings(CommandSettings):
     size: Literal["tiny", "0.5b"] = Field(
         "0.5b", description="Shape of the model; tiny rehearses the visit on a CPU"
     )
-    seconds: float = Field(780.0, gt=0, description="Seconds of the visit")
+    seconds: float = Field(
+        780.0, gt=0, description="Seconds of the visit; ten times as many with tiny"
+    )
     kept: Path = Field(
         Path(tempfile.gettempdir()) / "grpo-gpu-visit",
         description="Directory of models and compiled code, which is large",
@@ -67,6 +71,14 @@ class GpuVisitSettings(CommandSettings):
     commit: str | None = Field(
         None, description="The commit, on a host without git (default: git's HEAD)"
     )
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.size == "tiny"
+
+    @property
+    def factor(self) -> float:
+        return CPU_FACTOR if self.on_cpu else 1.0
 
 
 @dataclass(frozen=True)
@@ -87,23 +99,27 @@ class Outcome:
 
 def parts_of(settings: GpuVisitSettings) -> list[Part]:
     """In the order in which they run."""
-    on_cpu = settings.size == "tiny"
     run_tests = Path(__file__).parents[1] / "tests/gpu/run.sh"
 
     def part(name: str, limit_s: float, *command: str | Path) -> Part:
-        factor = CPU_FACTOR if on_cpu else 1.0
-        return Part(name, factor * limit_s, [*map(str, command)])
+        return Part(name, settings.factor * limit_s, [*map(str, command)])
 
     def bench(name: str, limit_s: float, part_name: str, size: str = settings.size) -> Part:
-        """Ends measuring by itself before the limit, if the servers start in time."""
-        words = ["--parts", part_name, "--size", size, "--seconds-budget", f"{0.6 * limit_s:g}"]
+        words = [
+            "--parts",
+            part_name,
+            "--size",
+            size,
+            "--seconds-budget",
+            f"{MEASURED * limit_s:g}",
+        ]
         words += ["--results", str(settings.directory / RESULTS), "--directory", str(settings.kept)]
         words += ["--commit", settings.commit] if settings.commit else []
         return part(name, limit_s, sys.executable, "-m", "benchmarks.gpu", *words)
 
-    steps = ["tiny"] if on_cpu else ["0.5b", "1.5b"]
+    steps = ["tiny"] if settings.on_cpu else ["0.5b", "1.5b"]
     return [
-        part("proof", 60, "bash", run_tests, *["--any-device"] * on_cpu, "proof"),
+        part("proof", 60, "bash", run_tests, *["--any-device"] * settings.on_cpu, "proof"),
         *(bench(f"step, {size}", 75, "train", size) for size in steps),
         bench("lora_restart, two restarts", 90, "restart"),
         bench("decode", 150, "decode"),
@@ -202,7 +218,7 @@ def end_marked(mark: str) -> None:
 def main() -> int:
     settings = load_settings(GpuVisitSettings, sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part
-    end = Deadline(settings.seconds)
+    end = Deadline(settings.factor * settings.seconds)
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = f"{now}, commit {settings.commit or commit()}; {gpu()}; {versions()}"
     visit = Visit(parts_of(settings), settings.directory, facts)
