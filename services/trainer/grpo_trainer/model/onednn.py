@@ -14,8 +14,8 @@ from torch.nn import functional
 from grpo_core import cpu
 from grpo_trainer.model.policy import CausalLM
 
-SMALLEST = 1 << 16
-"""Elements of a weight. With smaller ones the call takes longer than the product."""
+SMALLEST = 1 << 13
+"""Elements of a weight. With smaller ones, MKL is as fast for up to 300 rows."""
 
 
 def computes(tensor: Tensor) -> bool:
