@@ -127,8 +127,7 @@ class RunDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunDirectoryUnusable(
-                    f"run directory {self.path} is in use by another grpo-demo process; stop that "
-                    "process first"
+                    f"{self.path} is in use by another grpo-demo process; stop that process first"
                 ) from None
             yield
 

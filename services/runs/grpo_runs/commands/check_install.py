@@ -34,8 +34,7 @@ def problems(device: str) -> list[str]:
             )
         return found
     found += [
-        f"{name} is installed: its build needs CUDA and breaks transformers on a CPU; run "
-        f"pip uninstall {name}"
+        f"{name} needs CUDA and breaks transformers on a CPU; run pip uninstall {name}"
         for name in CUDA_ONLY
         if name in installed
     ]

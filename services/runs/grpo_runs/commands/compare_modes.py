@@ -48,10 +48,8 @@ def compare_modes(settings: CompareSettings, screen: Screen) -> int:
     with StopRequest() as stop_request:
         try:
             directory = create_directory(settings)
-            screen.line(
-                f"{settings.steps} steps in each of {', '.join(settings.modes)}; "
-                f"files in {directory}"
-            )
+            modes = ", ".join(settings.modes)
+            screen.line(f"{settings.steps} steps in each of {modes}; files in {directory}")
             results = _run_all(settings, directory, screen, stop_request)
             comparison = ModeComparison(
                 steps=settings.steps,

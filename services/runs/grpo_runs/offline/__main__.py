@@ -109,8 +109,7 @@ def _require_own_directory(content: dict[str, Any], directory: Path) -> None:
     resumed = content["checkpoint"]["resume"]
     if resumed is not None and Path(resumed).absolute() != directory.absolute():
         raise KeysInvalid(
-            f"checkpoint.resume={resumed} continues the run in its own directory; leave -m and "
-            "hydra.run.dir out"
+            f"checkpoint.resume={resumed} continues in its directory; omit -m and hydra.run.dir"
         )
 
 

@@ -101,9 +101,8 @@ def _introduce(
     screen.line(f"files: {files.path}")
     if sampling.is_frozen:
         screen.warning(
-            f"the weights of {where} stay as they are: every rollout and evaluation is of the "
-            "untrained model, and every record says so (frozen). Start vllm-api-server there to "
-            "train on fresh rollouts"
+            f"the weights of {where} stay as they are: rollouts and evaluations are those of the "
+            "untrained model (frozen in each record). For fresh ones, start vllm-api-server there"
         )
 
 

@@ -77,8 +77,7 @@ class RunFiles(RunDirectory):
             return [ScoredGroup.model_validate_json(line) for line in lines if line]
         except ValidationError as error:
             raise RunUnusable(
-                f"{path}: {problems_of(error)}; remove this file, and the iteration is sampled "
-                "again"
+                f"{path}: {problems_of(error)}; remove this file to sample the iteration again"
             ) from None
 
     def name_checkpoints(self, steps_per_iteration: int) -> None:
@@ -110,6 +109,5 @@ def resumed_keys(directory: Path) -> dict[str, Any]:
         return read_file(file)[0]
     except ValueError as error:
         raise RunUnusable(
-            f"checkpoint.resume={directory}: {error}; name the directory of a run, for example "
-            "outputs/2026-01-31/12-00-00"
+            f"checkpoint.resume={directory}: {error}; name the directory of a run"
         ) from error

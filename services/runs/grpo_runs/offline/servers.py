@@ -92,8 +92,7 @@ def bridge_info(url: str) -> BridgeInfo | None:
     finally:
         client.close()
     raise ServerUnsuitable(
-        f"{client.base_url} answers, but is no vLLM, SGLang or OpenAI API; check "
-        "generation.base_url"
+        f"{client.base_url} is no vLLM, SGLang or OpenAI API; check generation.base_url"
     )
 
 

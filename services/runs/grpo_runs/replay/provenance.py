@@ -70,15 +70,13 @@ def _record(provenance: Provenance, completion: str) -> RolloutRecord:
     found = [at for at in places if at.is_dir() and step in steps_in(at)]
     if not found:
         raise BrokenProvenance(
-            f"neither {places[0]} nor {places[1]} has rollouts of step {step}; see --keep-rollouts "
-            "of the trainer"
+            f"neither {places[0]} nor {places[1]} has rollouts of step {step}; see --keep-rollouts"
         )
     records = {(r.group, r.index): r for r in read_step(found[0], step)}
     if (group, index) not in records:
         groups, sequences = (max(at[k] for at in records) for k in (0, 1))
         raise BrokenProvenance(
-            f"step {step} has no completion {group}/{index}; its groups are 0 to {groups}, their "
-            f"completions 0 to {sequences}"
+            f"step {step} has no completion {group}/{index}; the last is {groups}/{sequences}"
         )
     return records[group, index]
 

@@ -47,8 +47,7 @@ def write_report(
     log.read_new()
     if log.broken_lines:
         raise ProtocolViolation(
-            f"{run.metrics} line {log.broken_lines[0]}: expected the record of a training step, a "
-            "JSON object with the key step"
+            f"{run.metrics} line {log.broken_lines[0]}: expected a JSON object with the key step"
         )
     if not log.rows and rollouts is None:
         dropped = " or ".join(map(str, run.untrained_rollouts.values()))

@@ -377,8 +377,7 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         if self.baseline == BASE:
             yield Mistake(
                 "baseline",
-                f"{self.model} is no adapter, so it has no base model; name the directory of the "
-                "model before training",
+                f"{self.model} is no adapter, so it has no base model; name that before training",
             )
         if self.base_model:
             yield Mistake("base_model", f"{self.model} is no adapter; omit this option")

@@ -65,8 +65,7 @@ class WatchSettings(CommandSettings):
             if not run.is_dir():
                 yield Mistake(
                     "runs",
-                    f"no such directory: {run}; name the directory of a run, or start one with "
-                    "grpo-run",
+                    f"no such directory: {run}; name that of a run, or start one with grpo-run",
                 )
 
     @property

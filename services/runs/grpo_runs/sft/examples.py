@@ -82,8 +82,7 @@ def examples_of(row: Row, system_prompt: str | None = None) -> list[Example]:
     if not is_answered:
         raise ValueError(
             "no answer to learn; expected the column completion or answer, or messages that end "
-            f"with one of the assistant, found {', '.join(row)}; name the column with --columns "
-            "completion=COLUMN"
+            f"with one, found {', '.join(row)}; name the column with --columns completion=COLUMN"
         )
     require_no_answer(column, asked, row)
     answer: Message = {"role": "assistant", "content": answer_text(row[ANSWER])}
