@@ -83,7 +83,8 @@ class FailureBudget:
 
     The HTTP clients already repeat requests that are safe to repeat. This budget covers the rest,
     such as a request that an engine restart interrupted. Each may last `deadline_s`, so the
-    environment gives a service up after at most twice the deadline.
+    environment gives a service up after at most twice the deadline. One refused group is no
+    failure, but sixteen in a row are.
     """
 
     def __init__(
@@ -94,9 +95,20 @@ class FailureBudget:
         self._clock = clock
         self._failing_since: float | None = None
         self._last_failure = 0.0
+        self._refused_in_a_row = 0
 
     def succeeded(self) -> None:
         self._failing_since = None
+        self._refused_in_a_row = 0
+
+    def refused(self, detail: str) -> None:
+        """Record a refusal. Raises `EveryGroupRefused`: this was the sixteenth one in a row."""
+        self._failing_since = None
+        self._refused_in_a_row += 1
+        if self._refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
+            raise EveryGroupRefused(
+                f"{self._service} refused {MAX_REFUSED_IN_A_ROW} groups in a row; last: {detail}"
+            )
 
     def failed(self, error: ServiceUnavailable) -> None:
         """Record a failure. Raises `ServiceUnavailable`: the service has failed for `deadline_s`
@@ -119,26 +131,6 @@ class FailureBudget:
         failing_s = self._last_failure - self._failing_since
         pause_s = min(max(failing_s, _MIN_DELAY_S), _MAX_DELAY_S)
         return max(0.0, self._last_failure + pause_s - self._clock())
-
-
-class RefusalLimit:
-    """Distinguishes one refused group from a service that refuses every group."""
-
-    def __init__(self, service: str) -> None:
-        self._service = service
-        self._in_a_row = 0
-
-    def accepted(self) -> None:
-        self._in_a_row = 0
-
-    def refused(self, detail: str) -> None:
-        """Record a refusal. Raises `EveryGroupRefused`: this was the sixteenth refusal in a row."""
-        self._in_a_row += 1
-        if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
-            raise EveryGroupRefused(
-                f"{self._service} refused {self._in_a_row} groups in a row; the last reason "
-                f"was: {detail}"
-            )
 
 
 class NoTrainer(GrpoError):

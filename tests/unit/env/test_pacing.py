@@ -15,7 +15,6 @@ from grpo_env.pacing import (
     EveryGroupRefused,
     FailureBudget,
     NoTrainer,
-    RefusalLimit,
     RewardFailures,
     RewardsFail,
     RolloutsFail,
@@ -119,13 +118,13 @@ def test_failures_in_a_row_are_allowed_until_the_deadline_after_the_first() -> N
 
 
 def test_sixteen_refusals_in_a_row_are_a_wrong_setting() -> None:
-    limit = RefusalLimit("run-api")
+    budget = FailureBudget("run-api", 10.0)
     for _ in range(2):
-        limit.accepted()
+        budget.succeeded()
         for _ in range(15):
-            limit.refused("no")
+            budget.refused("no")
     with pytest.raises(EveryGroupRefused, match=r"run-api refused 16 groups in a row.*context"):
-        limit.refused("beyond the context")
+        budget.refused("beyond the context")
 
 
 def test_a_stall_is_allowed_until_the_deadline() -> None:

@@ -419,7 +419,7 @@ IN_VAIN = {
     ),
     "an inference server that refuses every request": (
         *("POST /generate", answering(422, "unknown parameter"), []),
-        *(EveryGroupRefused, "inference server refused.*unknown parameter"),
+        *(EveryGroupRefused, "vllm-server refused.*unknown parameter"),
     ),
     "a run-api that refuses every group": (
         *("POST /scored_data", answering(422, "no"), []),

@@ -14,7 +14,7 @@ from grpo_core.clients.run_api import EnvironmentClient
 from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.run_api import QUEUE_FULL
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts
-from grpo_env.pacing import FailureBudget, RefusalLimit, RewardFailures
+from grpo_env.pacing import FailureBudget, RewardFailures
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
@@ -54,9 +54,6 @@ class GroupProducer:
         self._reward_failures = RewardFailures(settings.max_failed_rewards)
         self._teacher = FailureBudget("teacher", settings.request_deadline_s)
         self._rewards = RewardTotals()
-        self._generation_refusals = RefusalLimit("the inference server")
-        self._submission_refusals = RefusalLimit("run-api")
-        self._teacher_refusals = RefusalLimit("the teacher")
         self._env_id, self._run_uuid = -1, ""
         self.counts = GroupCounts()
         self.untrained = UntrainedRollouts(settings.untrained_dir)
@@ -123,12 +120,10 @@ class GroupProducer:
             self._items.put_back(draw)
             self._lose(SampledGroup(), why, error)
             return
-        self._inference.succeeded()
         self._note_grades(draw.item, sampled, step)
         if (lost := sampled.lost) is None:
-            self._generation_refusals.accepted()
+            self._inference.succeeded()
             self._teacher.succeeded()
-            self._teacher_refusals.accepted()
             await self._send(sampled, env_id, run_uuid, draw)
             return
         self._record(sampled)
@@ -139,12 +134,11 @@ class GroupProducer:
         if lost.reason is FailureReason.EQUAL_SCORES and run_uuid == self._run_uuid:
             self.untrained.drop(step + 1, sampled)
         if lost.reason is FailureReason.REFUSED:
-            self._generation_refusals.refused(lost.detail)
+            self._inference.refused(lost.detail)
         else:
-            self._generation_refusals.accepted()
+            self._inference.succeeded()
         if lost.reason is FailureReason.TEACHER_REFUSED:
-            self._teacher.succeeded()
-            self._teacher_refusals.refused(lost.detail)
+            self._teacher.refused(lost.detail)
 
     def _note_grades(self, item: Item, sampled: SampledGroup, step: int) -> None:
         """Raises `RewardsFail`, `RolloutsFail`."""
@@ -177,7 +171,7 @@ class GroupProducer:
                 self._items.put_back(draw)
             else:
                 self._items.used(draw)
-                self._submission_refusals.refused(str(error))
+                self._submissions.refused(str(error))
         except ServiceUnavailable as error:
             # The client repeated the submission for as long as run-api keeps idempotency keys. It
             # may have arrived, so neither the group nor its rewards are sent again: a gap is
@@ -192,7 +186,6 @@ class GroupProducer:
         else:
             self._items.used(draw)
             self._submissions.succeeded()
-            self._submission_refusals.accepted()
             self.counts.groups_sent += 1
             self._record(sampled)
 
