@@ -17,6 +17,8 @@ GrpoError                     base of all errors of this system
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -85,6 +87,15 @@ class WandbUnavailable(GrpoError):
 
 class TrackioUnavailable(GrpoError):
     """Trackio did not start."""
+
+
+@contextmanager
+def parsing(what: str, invalid: type[GrpoError] = ProtocolViolation) -> Iterator[None]:
+    """Raise the error `invalid`, with the invalid fields of `what`, for that of pydantic."""
+    try:
+        yield
+    except ValidationError as error:
+        raise invalid(f"{what}: {problems_of(error)}") from error
 
 
 _MAX_LISTED = 3

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
-from grpo_core.errors import ProtocolViolation, problems_of
+from grpo_core.errors import ProtocolViolation, parsing
 from grpo_core.weights.servers import EngineState
 from grpo_core.wire.policy_version import PolicyVersion
 
@@ -88,8 +88,7 @@ class GenerateAnswer(BaseModel):
             ]
         except (ValueError, KeyError, IndexError) as error:
             raise ProtocolViolation(
-                f"{SERVICE}: the lists in the response from /generate have different "
-                f"lengths or invalid values: {error!r}"
+                f"{SERVICE}: lists from /generate differ in length or lack a value: {error!r}"
             ) from error
 
 
@@ -250,8 +249,7 @@ class BridgeClient(ServiceClient):
         entries = answer.prompt_logprobs or []
         if len(entries) != len(token_ids):
             raise ProtocolViolation(
-                f"{SERVICE}: the response from /generate has {len(entries)} prompt_logprobs for "
-                f"{len(token_ids)} tokens"
+                f"{SERVICE}: /generate gave {len(entries)} prompt_logprobs of {len(token_ids)}"
             )
         return [
             (entry or {})[token] for token, entry in zip(token_ids[1:], entries[1:], strict=True)
@@ -268,9 +266,5 @@ class BridgeClient(ServiceClient):
 
 
 def _parse_generate(response: httpx.Response) -> GenerateAnswer:
-    try:
+    with parsing(f"{SERVICE}: the response from /generate is invalid"):
         return GenerateAnswer.model_validate_json(response.content)
-    except ValidationError as error:
-        raise ProtocolViolation(
-            f"{SERVICE}: the response from /generate is invalid: {problems_of(error)}"
-        ) from error

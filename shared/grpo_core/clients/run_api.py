@@ -22,6 +22,7 @@ from grpo_core.errors import (
     RequestRefused,
     TrainerSuperseded,
     UnknownBatch,
+    parsing,
     problems_of,
 )
 from grpo_core.wire.fields import WireModel
@@ -315,26 +316,18 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
     """The answer as a JSON object. Raises `ProtocolViolation` if it is not one."""
     try:
         answer = response.json()
-    except ValueError as error:
-        raise ProtocolViolation(
-            f"{SERVICE}: the response from {response.request.url} is not JSON; check the URL of "
-            "run-api"
-        ) from error
-    if not isinstance(answer, dict):
-        raise ProtocolViolation(
-            f"{SERVICE}: the response from {response.request.url} is not a JSON object"
-        )
-    return answer
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict):
+        return answer
+    url = response.request.url
+    raise ProtocolViolation(f"{SERVICE}: {url} answered no JSON object; check the URL of run-api")
 
 
 def parse(model: type[M], answer: dict[str, Any] | None) -> M:
     """Raises `ProtocolViolation` if the answer is not a valid record."""
-    try:
+    with parsing(f"{SERVICE} sent an invalid answer"):
         return model.model_validate(answer)
-    except ValidationError as error:
-        raise ProtocolViolation(
-            f"{SERVICE} sent an invalid answer: {problems_of(error)}"
-        ) from error
 
 
 def _named(error: RequestRefused) -> RequestRefused:
@@ -376,8 +369,7 @@ def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | Environmen
     number, versions = answer.get("batch_id"), answer.get("received_under")
     if not isinstance(number, int) or number <= after:
         raise ProtocolViolation(
-            f"{SERVICE}: expected a batch id greater than {after}, received {number}; check "
-            "that the URL belongs to run-api"
+            f"{SERVICE}: expected a batch after {after}, got {number}; check the URL of run-api"
         )
     try:
         found = _LEASED.validate_python(
@@ -390,8 +382,7 @@ def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | Environmen
         ) from error
     if len(found.received_under) != len(found.groups):
         raise ProtocolViolation(
-            f"{SERVICE}: batch {number} has {len(found.groups)} groups, but "
-            f"{len(found.received_under)} policy versions in the field received_under; use the "
-            "same release of run-api and trainer"
+            f"{SERVICE}: batch {number} has {len(found.groups)} groups and "
+            f"{len(found.received_under)} versions; use one release of run-api and trainer"
         )
     return found

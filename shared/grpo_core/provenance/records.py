@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from grpo_core.errors import BrokenProvenance, problems_of
+from grpo_core.errors import BrokenProvenance, parsing
 from grpo_core.wire.policy_version import PolicyVersion
 
 PROVENANCE = "provenance.jsonl"
@@ -142,17 +142,14 @@ def read_lines(path: Path) -> list[Line]:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise BrokenProvenance(
-            f"{path} cannot be read: {error}; name the directory of a run, or the --save-path of "
-            "a trainer"
+            f"{path} cannot be read: {error}; name a run's directory or a trainer's --save-path"
         ) from error
     found = []
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line.endswith("\n"):
             break
-        try:
+        with parsing(f"{path}, line {number}", BrokenProvenance):
             found.append(_ADAPTER.validate_json(line))
-        except ValidationError as error:
-            raise BrokenProvenance(f"{path}, line {number}: {problems_of(error)}") from None
     return found
 
 

@@ -20,9 +20,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_core.errors import GrpoError, ProtocolViolation, problems_of
+from grpo_core.errors import GrpoError, parsing
 from grpo_core.weights.ref import WeightKind
 from grpo_core.wire.fields import Step
 from grpo_core.wire.policy_version import PolicyVersion
@@ -109,10 +109,8 @@ class Manifest(BaseModel):
         """Raises `WrongDigest`, `ProtocolViolation`."""
         if sha256_of(text) != sha256:
             raise WrongDigest(f"{MANIFEST} does not have the announced digest {sha256[:12]}…")
-        try:
+        with parsing(MANIFEST):
             return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise ProtocolViolation(f"{MANIFEST}: {problems_of(error)}") from None
 
     @property
     def digest(self) -> str:
@@ -161,12 +159,8 @@ class VersionedRecord(BaseModel):
     @classmethod
     def from_wire(cls, fields: dict[str, str]) -> Self:
         """Raises `ProtocolViolation` with the invalid fields."""
-        try:
+        with parsing(f"the record {cls.__name__} in Redis has invalid fields"):
             return cls.model_validate(fields)
-        except ValidationError as error:
-            raise ProtocolViolation(
-                f"the record {cls.__name__} in Redis has invalid fields: {problems_of(error)}"
-            ) from None
 
 
 class Announcement(VersionedRecord):

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 import httpx
 import structlog
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from grpo_core.clients.inference import SERVICE
 from grpo_core.clients.service import AsyncServiceClient, TransientAnswer
@@ -18,7 +18,7 @@ from grpo_core.errors import (
     ProtocolViolation,
     RequestRefused,
     ServiceUnavailable,
-    problems_of,
+    parsing,
 )
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.places import Place
@@ -123,12 +123,8 @@ class HealthClient(AsyncServiceClient):
 
 
 def _bridge_state(answer: httpx.Response) -> _BridgeState:
-    try:
+    with parsing(f"{SERVICE}: the response from /bridge/info is invalid"):
         return _BridgeState.model_validate_json(answer.content)
-    except ValidationError as error:
-        raise ProtocolViolation(
-            f"{SERVICE}: the response from /bridge/info is invalid: {problems_of(error)}"
-        ) from error
 
 
 class PoolState(Enum):
