@@ -134,13 +134,13 @@ async def evaluate(
             seen(item, sampled)
         if len(sampled.grades) == plan.group_size:
             found.append(
-                EvalItem.graded(
+                EvalItem(
                     task=task.name,
                     item=item.key,
-                    rewards=[grade.score for grade in sampled.grades],
-                    parts=[grade.parts for grade in sampled.grades],
-                    lengths=sampled.completion_lengths,
-                    truncated=[not answer.finished for answer in sampled.answers],
+                    rewards=tuple(grade.score for grade in sampled.grades),
+                    parts=tuple(dict(grade.parts) for grade in sampled.grades),
+                    lengths=tuple(sampled.completion_lengths),
+                    truncated=tuple(not answer.finished for answer in sampled.answers),
                 )
             )
             versions.extend(sampled.policy_versions)

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, computed_field, model_validator
 
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, parsing
 from grpo_core.evaluation.statistics import Interval, mean_at_k, mean_interval, pass_at_k
 from grpo_core.wire.policy_version import PolicyVersion
 
@@ -40,36 +40,18 @@ class EvalItem(BaseModel):
     item: str
     """Content hash of the prompt."""
     rewards: Annotated[tuple[FiniteFloat, ...], Field(min_length=1)]
-    right: tuple[bool, ...]
     parts: tuple[dict[str, FiniteFloat], ...]
     lengths: tuple[Count, ...]
     """Tokens of the completions."""
     truncated: tuple[bool, ...]
     """True if the token limit cut the answer off."""
 
-    @classmethod
-    def graded(
-        cls,
-        task: str,
-        item: str,
-        rewards: Sequence[float],
-        parts: Sequence[Mapping[str, float]],
-        lengths: Sequence[int],
-        truncated: Sequence[bool],
-        right_from: float = 1.0,
-    ) -> Self:
-        """An answer is right if its part `accuracy`, or without such a part its reward, is
-        `right_from` or more."""
-        scores = [part.get(ACCURACY, reward) for part, reward in zip(parts, rewards, strict=True)]
-        return cls(
-            task=task,
-            item=item,
-            rewards=tuple(rewards),
-            right=tuple(score >= right_from for score in scores),
-            parts=tuple(dict(part) for part in parts),
-            lengths=tuple(lengths),
-            truncated=tuple(truncated),
-        )
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def right(self) -> tuple[bool, ...]:
+        """Whether the part `accuracy`, or without such a part the reward, is 1 or more."""
+        both = zip(self.parts, self.rewards, strict=True)
+        return tuple(part.get(ACCURACY, reward) >= 1 for part, reward in both)
 
     @model_validator(mode="after")
     def _one_entry_per_answer(self) -> Self:
@@ -85,7 +67,7 @@ class EvalItem(BaseModel):
         return mean_at_k(self.rewards, k)
 
 
-_PER_ANSWER = ("rewards", "right", "parts", "lengths", "truncated")
+_PER_ANSWER = ("rewards", "parts", "lengths", "truncated")
 
 
 class EvalSummary(BaseModel):
@@ -136,16 +118,11 @@ class EvalResult(EvalSummary):
         items: Sequence[EvalItem],
         *,
         task: str,
-        temperature: float,
-        duration_s: float,
         ks: Iterable[int] = (),
-        model: str | None = None,
-        step: int | None = None,
-        versions: tuple[PolicyVersion, PolicyVersion] | None = None,
-        answers_by_version: Mapping[str, int] | None = None,
         left_out: Mapping[str, int] | None = None,
         last_failure: str = "",
         seed: int = 0,
+        **facts: Any,
     ) -> Self:
         """Estimate the metrics.
 
@@ -153,6 +130,7 @@ class EvalResult(EvalSummary):
             ks: empty means 1 and the number of answers to each item
             last_failure: why the last item was left out
             seed: of the bootstrap
+            facts: fields of `EvalSummary` that do not follow from the items
 
         Raises:
             NothingEvaluated: there are no items.
@@ -171,18 +149,13 @@ class EvalResult(EvalSummary):
         metrics, intervals = _estimates(items, sorted({*ks} or {1, samples}), seed)
         return cls(
             task=task,
-            model=model,
-            step=step,
-            versions=versions,
-            answers_by_version=dict(answers_by_version or {}),
-            temperature=temperature,
             samples=samples,
             item_count=len(items),
             left_out=left_out,
             metrics=metrics,
             intervals=intervals,
-            duration_s=duration_s,
             items=tuple(items),
+            **facts,
         )
 
     def line(self) -> str:
@@ -299,9 +272,5 @@ def _text(path: Path) -> str:
 
 
 def _parsed(kind: type[Record], text: str | bytes, place: str) -> Record:
-    try:
+    with parsing(f"{place} is no evaluation", ResultsUnusable):
         return kind.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole record"
-        raise ResultsUnusable(f"{place} is no evaluation: {where}: {first['msg']}") from error

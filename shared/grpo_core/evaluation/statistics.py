@@ -61,13 +61,10 @@ def mean_at_k(rewards: Sequence[float], k: int) -> float:
 
 @lru_cache(maxsize=64)
 def _best_of_k_weights(n: int, k: int) -> tuple[float, ...]:
-    """C(i - 1, k - 1) / C(n, k) for i from 1 to n. All factors are at most 1: nothing overflows."""
+    """C(i - 1, k - 1) / C(n, k) for i from 1 to n, from exact integers."""
     _check(n, k)
-    weights = [0.0] * n
-    weights[n - 1] = k / n
-    for i in range(n - 1, k - 1, -1):
-        weights[i - 1] = weights[i] * (i - k + 1) / i
-    return tuple(weights)
+    draws = comb(n, k)
+    return tuple(comb(i, k - 1) / draws for i in range(n))
 
 
 def _check(n: int, k: int) -> None:

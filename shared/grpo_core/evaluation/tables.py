@@ -57,15 +57,13 @@ def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
     ]
     if differing:
         raise NotComparable(
-            f"evaluations of {after.task} cannot be compared: {'; '.join(differing)}; evaluate "
-            "both with the same options"
+            f"{after.task}: {'; '.join(differing)}; evaluate both with the same options"
         )
     first = {item.item: item for item in before.items}
     pairs = [(first[item.item], item) for item in after.items if item.item in first]
     if not pairs:
         raise NotComparable(
-            f"evaluations of {after.task} cannot be compared: they have no item in common; "
-            "evaluate both on the same data with the same --seed"
+            f"{after.task}: no item in common; evaluate both on the same data with the same --seed"
         )
     names = [name for name in after.metrics if "@" in name and name in before.metrics]
     return Comparison(

@@ -31,13 +31,13 @@ from grpo_core.wire.policy_version import PolicyVersion
 def item(name: str, *rewards: float, task: str = "gsm8k", **parts: Sequence[float]) -> EvalItem:
     """Answers of 10, 20, ... tokens; the last one is cut off."""
     n = len(rewards)
-    return EvalItem.graded(
-        task,
-        name,
-        rewards,
-        [{key: values[i] for key, values in parts.items()} for i in range(n)],
-        lengths=[10 * (i + 1) for i in range(n)],
-        truncated=[i == n - 1 for i in range(n)],
+    return EvalItem(
+        task=task,
+        item=name,
+        rewards=rewards,
+        parts=tuple({key: values[i] for key, values in parts.items()} for i in range(n)),
+        lengths=tuple(10 * (i + 1) for i in range(n)),
+        truncated=tuple(i == n - 1 for i in range(n)),
     )
 
 
@@ -53,8 +53,6 @@ def test_right_means_the_accuracy_part_or_else_the_reward() -> None:
     assert item("a", 0.9, 1.0, 1.3).right == (False, True, True)
     # A weight on the format may lift a wrong answer's reward above 1, and a penalty lower a right's
     assert item("a", 1.2, 0.8, accuracy=(0.0, 1.0)).right == (False, True)
-    lenient = EvalItem.graded("t", "a", [0.5], [{}], [1], [False], right_from=0.5)
-    assert lenient.right == (True,)
 
 
 def test_metrics_are_means_over_items() -> None:
@@ -92,7 +90,7 @@ def test_items_that_do_not_fit_together_are_named_at_once() -> None:
     with pytest.raises(ValueError, match="k from 1 to 1"):
         result([item("a", 1.0)], ks=(8,))
     with pytest.raises(ValueError, match=r"one entry per answer.*'lengths': 2"):
-        EvalItem.graded("t", "a", [1.0], [{}], [1, 2], [False])
+        EvalItem(**item("a", 1.0).model_dump() | {"lengths": (1, 2)})
     with pytest.raises(ValueError, match="finite"):
         item("a", float("nan"))
 

@@ -52,8 +52,9 @@ served = json.loads(fetch(option("--inference-url") + "/which"))["served"]
 assert os.environ["VLLM_API_KEY"] == "a-secret"
 right = 36 if "trained" in served else 12  # of 40
 k = int(option("--eval-samples"))
+answers = {"parts": [{}] * k, "lengths": [3] * k, "truncated": [False] * k}
 items = [
-    EvalItem.graded(task, str(n), [float(n < right)] * k, [{}] * k, [3] * k, [False] * k)
+    EvalItem(task=task, item=str(n), rewards=[float(n < right)] * k, **answers)
     for n in range(40)
 ]
 temperature = float(option("--eval-temperature"))

@@ -16,9 +16,8 @@ from grpo_runs.report.evaluations import (
 
 
 def write(output: Path, step: int, reward: float, items: int, lost: int) -> None:
-    graded = [
-        EvalItem.graded("sums", f"{item}", [reward], [{}], [3], [False]) for item in range(items)
-    ]
+    answers = {"rewards": (reward,), "parts": ({},), "lengths": (3,), "truncated": (False,)}
+    graded = [EvalItem(task="sums", item=f"{item}", **answers) for item in range(items)]
     result = EvalResult.of(
         graded,
         task="sums",
