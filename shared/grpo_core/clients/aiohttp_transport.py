@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from functools import cache
 
 import aiohttp
 import httpx
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from grpo_core.sockets import make_socket, proxy_for
 
@@ -38,17 +36,20 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         limits = request.extensions["timeout"]
+        # The header `host`, and the name in the certificate, stay those of the URL.
+        url = request.url.copy_with(host=self._address) if self._address else request.url
         with _errors_of_httpx(request):
             async with self._free:
                 # aiohttp itself would wait forever for a server that does not read.
                 async with asyncio.timeout(limits["connect"] + limits["write"] + limits["read"]):
                     answer = await self._open_session().request(
                         request.method,
-                        str(request.url),
+                        str(url),
                         headers=request.headers.multi_items(),
                         data=io.BytesIO(request.content) if request.content else None,
                         allow_redirects=False,
                         proxy=self._proxy,
+                        server_hostname=request.url.host,
                         timeout=aiohttp.ClientTimeout(
                             total=None, sock_connect=limits["connect"], sock_read=limits["read"]
                         ),
@@ -72,32 +73,12 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
                 connector=aiohttp.TCPConnector(
                     limit=0,
                     ssl=_tls(),
-                    resolver=_Fixed(self._address) if self._address else None,
                     socket_factory=make_socket,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # httpx does
             )
         return self._session
-
-
-class _Fixed(AbstractResolver):
-    """Resolves every name to one address, so that header and certificate still have the name."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        own = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        found = ResolveResult(
-            hostname=host, host=self._address, port=port, family=own, proto=0, flags=0
-        )
-        return [found] if family in (own, socket.AF_UNSPEC) else []
-
-    async def close(self) -> None:
-        pass
 
 
 @cache
