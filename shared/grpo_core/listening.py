@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -38,8 +39,20 @@ def in_url(host: str) -> str:
 
 def url_on_this_host(host: str, port: int) -> str:
     """URL for clients on this host of what listens on an address."""
-    is_every_address = host in (EVERY_ADDRESS, "0.0.0.0")  # noqa: S104 - it is compared
-    return f"http://{LOOPBACK if is_every_address else in_url(host)}:{port}"
+    return f"http://{LOOPBACK if is_every_address(host) else in_url(host)}:{port}"
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None if the host is a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_every_address(host: str) -> bool:
+    address = address_of(host)
+    return address is not None and address.is_unspecified
 
 
 def is_own_listener(port: int) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import hmac
-import ipaddress
 import json
 import re
 import socket
@@ -27,6 +26,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
+
+from grpo_core.listening import address_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -172,7 +173,7 @@ class SameSiteOnly:
 
     def _is_ours(self, name: str) -> bool:
         return (
-            _is_address(name)
+            address_of(name) is not None
             or "." not in name
             or name.endswith(_PRIVATE_SUFFIXES)
             or name in self._hosts
@@ -204,14 +205,6 @@ def _place(url: str) -> str:
         return ""
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 @functools.cache  # the resolver may take seconds
 def _names_of_this_machine() -> frozenset[str]:
     return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
@@ -223,7 +216,5 @@ def listed(names: str) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = address_of(host)
+    return host == "localhost" or (address is not None and address.is_loopback)

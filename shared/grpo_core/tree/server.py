@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import tempfile
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
-from grpo_core.listening import in_url
+from grpo_core.listening import in_url, is_every_address
 from grpo_core.redis.keys import run_id_or_default
 from grpo_core.redis.url import (
     LOCAL_REDIS,
@@ -310,7 +309,7 @@ class ServerSettings(CommandSettings, ListenOptions):
         host = urlsplit(self.advertise_url).hostname or ""
         if is_loopback(self.control_host) and not is_loopback(host):
             return ""
-        reached = host if _is_wildcard(self.control_host) else self.control_host
+        reached = host if is_every_address(self.control_host) else self.control_host
         return f"http://{in_url(reached)}:{self.health_port}/weights"
 
     @property
@@ -362,7 +361,7 @@ class ServerSettings(CommandSettings, ListenOptions):
         if "@" in urlsplit(value).netloc:
             raise ValueError("expected a URL without user and password; others do not send them")
         host, port = info.data.get("host", ""), info.data.get("port", 0)
-        reached = socket.gethostname() if _is_wildcard(host) else host
+        reached = socket.gethostname() if is_every_address(host) else host
         return value.rstrip("/") or f"http://{in_url(reached)}:{port}"
 
     @field_validator("max_lora_rank")
@@ -399,11 +398,7 @@ class ServerSettings(CommandSettings, ListenOptions):
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.share_weights and self.enable_lora:
-            yield Mistake(
-                None,
-                "--enable-lora and --share-weights exclude each other: a trainer sends adapters or "
-                "writes the shared weights",
-            )
+            yield Mistake(None, "--enable-lora and --share-weights exclude each other")
         if self.share_weights and self.control_port is None and not self.public_is_loopback:
             yield Mistake(
                 None,
@@ -419,11 +414,8 @@ class ServerSettings(CommandSettings, ListenOptions):
                 f"{', '.join(taken)}: vllm-api-server sets this option itself; omit this option",
             )
         if len(str(self.socket_path).encode()) > UNIX_PATH_MAX_BYTES:
-            yield Mistake(
-                "weights_socket",
-                f"{self.socket_path} is longer than the {UNIX_PATH_MAX_BYTES} bytes of a unix "
-                "socket's path; choose a shorter path",
-            )
+            problem = f"{self.socket_path} is longer than {UNIX_PATH_MAX_BYTES} bytes"
+            yield Mistake("weights_socket", f"{problem}; choose a shorter path")
 
     def start_mistakes(self) -> Iterator[Mistake]:
         yield from failed(missing_model, model=self.model)
@@ -436,13 +428,6 @@ class ServerSettings(CommandSettings, ListenOptions):
         if not self.bridge_config_required:  # these two count as given by being there
             del held["bridge_config_path"], held["logdir"]
         return held
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
 
 
 def _is_on(given: Given | None) -> bool:

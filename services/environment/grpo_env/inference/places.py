@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from functools import cached_property, lru_cache
 
 import httpx
 
-from grpo_core.listening import LOOPBACK
+from grpo_core.listening import LOOPBACK, address_of
 from grpo_core.service_url import ServiceUrl
 
 _PORTS = {"http": 80, "https": 443}
@@ -72,7 +71,10 @@ class NamedServers:
         shown = [ServiceUrl(url) for url in urls]
         self._places = {url: [Place(url)] for url in shown}
         self._lookup = lookup
-        self._names = [url for url in shown if _has_a_name(httpx.URL(url))]
+        hosts = {url: httpx.URL(url).host for url in shown}
+        self._names = [
+            url for url, host in hosts.items() if host != "localhost" and not address_of(host)
+        ]
 
     @property
     def places(self) -> list[Place]:
@@ -89,13 +91,3 @@ class NamedServers:
                 self._places[url] = [Place(url, address) for address in addresses]
             elif addresses:
                 self._places[url] = [Place(url)]
-
-
-def _has_a_name(url: httpx.URL) -> bool:
-    if url.host == "localhost":
-        return False
-    try:
-        ipaddress.ip_address(url.host)
-    except ValueError:
-        return True
-    return False
