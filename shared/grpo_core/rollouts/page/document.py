@@ -15,8 +15,8 @@ from typing import NamedTuple
 _STATIC = resources.files("grpo_core.rollouts.page") / "static"
 _FRAGMENTS = ("filters.html", "groups.html")
 _NOTHING: Mapping[str, str] = {}
+_SCRIPTS = ("data.js", "scales.js", "charts.js", "tokens.js", "filters.js", "groups.js")
 _SCRIPTS_OF_LIVE_PAGE = (
-    *("data.js", "scales.js", "charts.js", "tokens.js", "filters.js", "groups.js"),
     *("live-words.js", "live-service.js", "live-state.js", "live-curves.js"),
     *("live-rollouts.js", "live-main.js"),
 )
@@ -40,12 +40,13 @@ def document(
 
     Args:
         template: like the styles and scripts, the name of a file in `static/`
+        scripts: those that other pages do not have; they come last
         values: texts by the names that they replace in the template. A text may contain a name
             only if no later value has this name.
         policy: more of the content-security policy. Without it, the page can ask no network.
     """
     style = "\n".join(_static(name) for name in styles)
-    script = "\n".join(_static(name) for name in scripts)
+    script = "\n".join(_static(name) for name in (*_SCRIPTS, *scripts))
     rules = [f"script-src {_digest(script)}", f"style-src {_digest(style)}", policy]
     whole = "; ".join(["default-src 'none'", *filter(None, rules)])
     page = _static(template)

@@ -103,15 +103,6 @@ def packed(content: Json) -> str:
 
 LIMIT = 20_000_000
 """Characters of the rollouts in a page."""
-_SCRIPTS = (
-    "data.js",
-    "scales.js",
-    "charts.js",
-    "tokens.js",
-    "filters.js",
-    "groups.js",
-    "report.js",
-)
 
 
 def write_page(
@@ -179,4 +170,4 @@ def _document(title: str, content: Json, steps: Sequence[EncodedStep]) -> bytes:
         for at, step in enumerate(steps)
     ]
     values = {"{{data}}": "\n".join(data), "{{title}}": html.escape(title)}
-    return document("page.html", ["page.css"], _SCRIPTS, values).content
+    return document("page.html", ["page.css"], ["report.js"], values).content
