@@ -53,22 +53,14 @@ class Provenance:
     def by_version(self) -> dict[PolicyVersion, Publication]:
         return {line.version: line for line in self.lines if isinstance(line, Publication)}
 
-    def of_step(self, step: int) -> Publication | None:
-        """The newest publication of the weights after `step` steps; None if it is not recorded."""
-        return self._newest.get(step)
-
     @cached_property
-    def _newest(self) -> dict[int, Publication]:
+    def by_step(self) -> dict[int, Publication]:
+        """By number of steps: the newest publication of the weights after them."""
         return {line.version.step: line for line in self.publications if not line.lost}
 
-    def taken_step(self, step: int) -> Publication | None:
-        """The publication that training step `step`, counted from 1, led to; None if it is not
-        recorded."""
-        return self._taken.get(step)
-
     @cached_property
-    def _taken(self) -> dict[int, Publication]:
-        """By step; of several, the first one."""
+    def by_taken_step(self) -> dict[int, Publication]:
+        """By training step, counted from 1: the first publication that it led to."""
         taken = [line for line in self.publications if line.batch_id is not None and not line.lost]
         return {line.version.step: line for line in reversed(taken)}
 

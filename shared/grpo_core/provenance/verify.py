@@ -78,13 +78,11 @@ def _verify_lines(provenance: Provenance, found: Findings) -> None:
         before = provenance.by_version.get(line.parent.version)
         if before is not None and before.root != line.parent.root:
             found.problems.append(
-                f"version {line.version}: its parent {before.version} is recorded with other "
-                "weights"
+                f"version {line.version}: its parent {before.version} has other weights"
             )
         if line.batch_id is None and line.parent.root != line.root:
             found.problems.append(
-                f"version {line.version}: no step leads from version {line.parent.version} to it, "
-                "but its weights differ"
+                f"version {line.version}: other weights than {line.parent.version} without a step"
             )
 
 
@@ -94,7 +92,7 @@ def _verify_checkpoints(provenance: Provenance, found: Findings) -> None:
             continue
         found.checkpoints += 1
         step = int(match[1])
-        line = provenance.of_step(step)
+        line = provenance.by_step.get(step)
         if line is None or line.root is None:
             missing = "publication" if line is None else "digest"
             found.problems.append(f"{directory}: no {missing} of step {step} is recorded")
@@ -155,7 +153,7 @@ def _verify_models(provenance: Provenance, found: Findings) -> None:
 def _verify_batches(provenance: Provenance, found: Findings) -> None:
     directory = provenance.save_path / BATCHES
     for step in steps_in(directory) if directory.is_dir() else ():
-        line, path = provenance.taken_step(step), file_of_step(directory, step)
+        line, path = provenance.by_taken_step.get(step), file_of_step(directory, step)
         if line is None or line.batch is None:
             continue  # of the step that the trainer takes now
         found.batches += 1

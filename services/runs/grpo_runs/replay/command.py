@@ -59,7 +59,7 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
     differences = environment_differences(start, code_of(learner.settings), machine_of(learner))
     for line in differences.all:
         say(f"not as in the run: {line}")
-    first = provenance.of_step(begin)
+    first = provenance.by_step.get(begin)
     if first is not None:
         begun = provenance.start_of(first)
         digests = digests_of(learner.optimizer.masters, begun.parts)

@@ -45,7 +45,7 @@ class RecordedRun:
 
     def published(self, step: int) -> Publication:
         """Raises `NotReplayable`: it is not recorded."""
-        found = self.provenance.taken_step(step)
+        found = self.provenance.by_taken_step.get(step)
         if found is None:
             raise NotReplayable(
                 f"{self.provenance.save_path} records no step {step}; {_known(self.provenance)}"

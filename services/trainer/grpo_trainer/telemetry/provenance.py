@@ -103,7 +103,7 @@ class ProvenanceLog:
             rotate_records(self._path)
         elif self._path.is_file():
             lines = resumed(read_lines(self._path), recorded)
-            before = Provenance(self._path.parent, lines).of_step(recorded)
+            before = Provenance(self._path.parent, lines).by_step.get(recorded)
             if before is not None:
                 self._parent = Parent(version=before.version, root=before.root)
         prepare_steps(self._batches, recorded, "--save-path")
