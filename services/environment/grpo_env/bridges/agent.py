@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_core.temporary import temporary_directory
 from grpo_env.bridges.agent_program import Agent, AgentEnd, Client
-from grpo_env.bridges.chat import Chat, RolloutLimits
+from grpo_env.bridges.chat import Chat
 from grpo_env.bridges.endpoint import ChatEndpoint, HeldOpen
 from grpo_env.tasks import Answer, Dialogue, Reward, RolloutFailed, Row, Split, Task, TaskOptions
 from grpo_env.tasks.rows import PROMPT_COLUMNS
@@ -93,7 +93,7 @@ class AgentTask(Task):
         return self._rewards.has_async_reward
 
     async def run(self, row: Row, dialogue: Dialogue) -> Reward | None:
-        chat = Chat(dialogue, RolloutLimits(self._how.calls, self._how.tokens))
+        chat = Chat(dialogue, self._how.calls, self._how.tokens)
         async with self._places:
             ended = await self._conducted(row, chat)
         chat.finish()

@@ -45,14 +45,6 @@ def reading() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class RolloutLimits:
-    """Of one rollout; None: no limit."""
-
-    calls: int | None = None
-    tokens: int | None = None
-
-
-@dataclass(frozen=True)
 class ChatAnswer:
     """What the policy said.
 
@@ -83,11 +75,15 @@ class Chat:
     last: the newest answer of the policy; None before the first one.
     is_cut_off: a call was refused because of a limit, and none was answered that began later.
     stored: conversations that the client continues by the id of an answer, in the form of its API.
+
+    Args: calls, tokens: limits of the rollout; None: no limit
     """
 
-    def __init__(self, dialogue: Dialogue, limits: RolloutLimits = RolloutLimits()) -> None:
+    def __init__(
+        self, dialogue: Dialogue, calls: int | None = None, tokens: int | None = None
+    ) -> None:
         self._dialogue = dialogue
-        self._limits = limits
+        self._most_calls, self._most_tokens = calls, tokens
         self._texts: dict[str, tuple[ChatMessage, str]] = {}
         self._tool_calls = 0
         self._calls = 0
@@ -95,7 +91,7 @@ class Chat:
         self._is_closed = False
         self._answering: set[asyncio.Task[Any]] = set()
         # Calls side by side would share the tokens that are left.
-        self._turn = nullcontext() if limits.tokens is None else asyncio.Lock()
+        self._turn = nullcontext() if tokens is None else asyncio.Lock()
         self._refused: ContextFull | LimitReached | None = None
         self.failed: Exception | None = None
         self.on_failure: Callable[[], object] = lambda: None
@@ -195,8 +191,7 @@ class Chat:
             name, about = tool["function"]["name"], tool["function"].get("description") or ""
             if not (name and isinstance(name, str) and isinstance(about, str)):
                 raise RequestUnusable(
-                    "tools: expected functions with a name, and texts as name and description; got "
-                    f"{name!r} and {about!r}"
+                    f"tools: expected texts as name and description; got {name!r} and {about!r}"
                 )
         return {
             "messages": [self._as_said(message) for message in messages],
@@ -208,13 +203,13 @@ class Chat:
     def _allowed(self, asked: int | None) -> int | None:
         """Tokens that the next answer may have; None for the run's limit."""
         self._calls += 1
-        if self._limits.calls is not None and self._calls > self._limits.calls:
-            raise LimitReached(f"the rollout has had its {self._limits.calls} calls")
-        if self._limits.tokens is None:
+        if self._most_calls is not None and self._calls > self._most_calls:
+            raise LimitReached(f"the rollout has had its {self._most_calls} calls")
+        if self._most_tokens is None:
             return asked
-        left = self._limits.tokens - self._tokens
+        left = self._most_tokens - self._tokens
         if left < 1:
-            raise LimitReached(f"the rollout has had its {self._limits.tokens} tokens")
+            raise LimitReached(f"the rollout has had its {self._most_tokens} tokens")
         return min(asked or left, left)
 
     def _as_said(self, message: ChatMessage) -> Message:
@@ -265,8 +260,7 @@ def _text_of(message: ChatMessage) -> str:
         kind = part.get("type")
         if kind not in _TEXTS:
             raise RequestUnusable(
-                f"a message of the role {message['role']} holds a part of the type {kind!r}; only "
-                "text is supported, because images cannot be trained on yet"
+                f"a {message['role']} message has a part of the type {kind!r}; expected text"
             )
         texts.append(part["text"])
     return "\n".join(texts)

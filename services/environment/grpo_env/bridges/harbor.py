@@ -97,12 +97,14 @@ class HarborTask(EpisodeTask):
 
     async def _image(self, task: HarborDirectory) -> str:
         """Of the task, built at its first use. Raises `SandboxUnusable` if that fails."""
-        if task.image:
-            return task.image
+        if image := task.config.environment.docker_image:
+            return image
         name = f"{_IMAGE}:{hashlib.sha256(str(task.path.resolve()).encode()).hexdigest()[:16]}"
         async with self._building[name]:
             if name not in self._images:
-                await build(task.path / "environment", name, task.build_s)
+                await build(
+                    task.path / "environment", name, task.config.environment.build_timeout_sec
+                )
                 self._images[name] = name
         return name
 
@@ -138,23 +140,25 @@ class _HarborEpisode:
             return f"error: {call.error or 'expected a call of bash with the argument command'}"
         if not is_argument(command):
             return "error: a command has fewer than 128 KiB of UTF-8, without NUL characters"
-        ended = await self._container.run(command, self._command_s, user=self._task.user)
+        ended = await self._container.run(
+            command, self._command_s, user=self._task.config.agent.user
+        )
         return ended.for_model()
 
     async def result(self) -> Result:
         """Run the tests, and read the reward that they write."""
-        task, tests_s = self._task, self._task.tests_s
+        task, verifier = self._task, self._task.config.verifier
         await self._container.copy_in(task.path / "tests", "/tests")
         ended = await self._container.run(
             f"rm -f {_LOGS}/reward.* && chmod +x /tests/test.sh && /tests/test.sh",
-            tests_s,
-            user=task.tests_user,
+            verifier.timeout_sec,
+            user=verifier.user,
             environment=task.tests_environment,
         )
         if ended.reason != "finished":
             raise RolloutFailed(
-                f"tests/test.sh was ended by the limit: {ended.reason} ({tests_s:g} s, "
-                f"{OUTPUT_BYTES // MIB} MiB of output)"
+                f"tests/test.sh was ended by the limit: {ended.reason} "
+                f"({verifier.timeout_sec:g} s, {OUTPUT_BYTES // MIB} MiB of output)"
             )
         found = await self._container.run(
             f"cat {_LOGS}/reward.json 2>/dev/null || cat {_LOGS}/reward.txt", _PROBE_S, user="root"

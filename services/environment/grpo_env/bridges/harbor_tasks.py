@@ -92,7 +92,7 @@ class _Agent(BaseModel):
     user: _User = None
 
 
-class _Config(BaseModel):
+class HarborConfig(BaseModel):
     """task.toml"""
 
     environment: _Environment = _Environment()
@@ -103,20 +103,12 @@ class _Config(BaseModel):
 
 @dataclass(frozen=True)
 class HarborDirectory:
-    """One task.
-
-    image: that it names instead of a Dockerfile; build_s, tests_s: limits; user: of the policy's
-    commands; tests_user: of the tests; tests_environment: their variables.
-    """
+    """One task. resources: of its container; tests_environment: variables of its tests."""
 
     path: Path
     instruction: str
+    config: HarborConfig
     resources: Resources
-    image: str | None
-    build_s: float
-    tests_s: float
-    user: str | None
-    tests_user: str | None
     tests_environment: Mapping[str, str]
 
 
@@ -139,7 +131,7 @@ def read_task(path: Path, network: str, variables: Collection[str] = ()) -> Harb
         EnvironmentUnusable: a file is missing or invalid, or the task needs what is not supported.
     """
     try:
-        config = _Config.model_validate(tomllib.loads((path / CONFIG).read_text()))
+        config = HarborConfig.model_validate(tomllib.loads((path / CONFIG).read_text()))
         instruction = (path / "instruction.md").read_text().strip()
     except ValidationError as error:
         raise EnvironmentUnusable(f"{path / CONFIG}: {problems_of(error)}") from error
@@ -157,6 +149,7 @@ def read_task(path: Path, network: str, variables: Collection[str] = ()) -> Harb
     return HarborDirectory(
         path,
         instruction,
+        config,
         Resources(
             memory_mb=environment.memory_mb,
             cpus=environment.cpus,
@@ -164,16 +157,11 @@ def read_task(path: Path, network: str, variables: Collection[str] = ()) -> Harb
             workdir=environment.workdir,
             environment=_resolved(environment.env),
         ),
-        environment.docker_image,
-        environment.build_timeout_sec,
-        verifier.timeout_sec,
-        config.agent.user,
-        verifier.user,
         _resolved(verifier.env),
     )
 
 
-def _problems(path: Path, config: _Config) -> Iterator[str]:
+def _problems(path: Path, config: HarborConfig) -> Iterator[str]:
     environment, verifier = config.environment, config.verifier
     if not (path / "tests" / "test.sh").is_file():
         yield "no tests/test.sh"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_env.bridges.chat import Chat, LimitReached, RequestUnusable, RolloutLimits, plain_message
+from grpo_env.bridges.chat import Chat, LimitReached, RequestUnusable, plain_message
 from grpo_env.tasks import Answer, ContextFull
 from tests.unit.env.bridges.scripted import ScriptedDialogue
 
@@ -146,13 +146,13 @@ def test_messages_in_the_form_of_chat_templates(message: Any, plain: Any) -> Non
 @pytest.mark.parametrize("kind", ["image_url", "input_audio"])
 def test_images_and_sounds_are_refused_by_name(kind: str) -> None:
     content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
-    with pytest.raises(RequestUnusable, match=f"role user holds a part of the type '{kind}'"):
+    with pytest.raises(RequestUnusable, match=f"user message has a part of the type '{kind}'"):
         plain_message({"role": "user", "content": content})
 
 
 async def test_limits_end_a_rollout_with_what_was_said() -> None:
     dialogue = ScriptedDialogue("four", "56", "7")
-    chat = Chat(dialogue, RolloutLimits(calls=3, tokens=6))
+    chat = Chat(dialogue, calls=3, tokens=6)
     await chat.complete([QUESTION], sampling={"max_tokens": 5})
     await chat.complete([QUESTION], sampling={"max_tokens": 5})
     assert [options["max_tokens"] for options in dialogue.options] == [5, 2]
@@ -185,7 +185,7 @@ async def test_a_refusal_counts_until_a_later_call_is_answered() -> None:
 
 async def test_calls_side_by_side_share_the_tokens_of_a_rollout() -> None:
     dialogue = ScriptedDialogue("four", "5", "more", delay_s=0.01)
-    chat = Chat(dialogue, RolloutLimits(tokens=5))
+    chat = Chat(dialogue, tokens=5)
     calls = (chat.complete([QUESTION]) for _ in range(3))
     *_, refused = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(refused, LimitReached)

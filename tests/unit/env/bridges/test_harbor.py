@@ -50,14 +50,18 @@ def test_what_a_task_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HARBOR_PLACE", "here")
     monkeypatch.delenv("HARBOR_KEY", raising=False)
     plain = read_task(write_task(tmp_path / "plain", "\nDo it.\n"), "none")
-    assert (plain.instruction, plain.resources, plain.image) == ("Do it.", Resources(), None)
-    assert (plain.tests_s, plain.build_s, plain.user) == (600.0, 600.0, None)
+    assert (plain.instruction, plain.resources) == ("Do it.", Resources())
+    config = plain.config
+    assert (config.environment.docker_image, config.agent.user) == (None, None)
+    assert (config.verifier.timeout_sec, config.environment.build_timeout_sec) == (600.0, 600.0)
     full = read_task(
         write_task(tmp_path / "full", "Do it.", config=FULL), "bridge", ["HARBOR_PLACE"]
     )
     environment = {"HOME": "/root/here"}
     assert full.resources == Resources(512, 2.0, 512, "bridge", "/work", environment)
-    assert (full.image, full.user, full.tests_s) == ("somewhere/made:1", "worker", 90.0)
+    config = full.config
+    assert config.environment.docker_image == "somewhere/made:1"
+    assert (config.agent.user, config.verifier.timeout_sec) == ("worker", 90.0)
     assert full.tests_environment == {"KEY": "none"}
 
 

@@ -182,11 +182,11 @@ RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": [IMAGE]}
     [
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
-            "user holds a part of the .* 'image'",
+            "user message has a part of the type 'image'",
         ),
         (
             {"messages": [{"role": "user", "content": [RESULT]}]},
-            "tool holds a part of the .* 'image'",
+            "tool message has a part of the type 'image'",
         ),
         ({"messages": []}, "expected at least one message"),
         ({"messages": [{"role": "user"}]}, "form of the API: KeyError: 'content'"),
