@@ -90,8 +90,7 @@ def open_tasks(settings: EnvServerSettings) -> Iterator[TaskSet]:
         names = [task.name for task in tasks]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise TaskUnusable(
-                f"several tasks of the mixture have the name {', '.join(repeated)}; give each a "
-                "`name` of its own"
+                f"several tasks have the name {', '.join(repeated)}; give each a `name` of its own"
             )
         yield TaskSet(tuple(tasks), tuple(part.weight for part in parts))
 

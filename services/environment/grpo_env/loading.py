@@ -121,8 +121,7 @@ def find_rule(curriculum: str) -> Rule | None:
         raise CurriculumUnusable(f"--curriculum: {error}") from error
     if not callable(found):
         raise CurriculumUnusable(
-            f"--curriculum: {curriculum} is {type(found).__name__}; expected a function "
-            "(items, step) that returns a weight for each item"
+            f"--curriculum: {curriculum} is {type(found).__name__}, no function (items, step)"
         )
     rule: Rule = found
     return rule
@@ -249,8 +248,7 @@ def _task_of(found: Any, attribute: str, stem: str, source: str) -> Make:
         return found
     if not callable(found):
         raise TaskUnusable(
-            f"{source}: {attribute} is {type(found).__name__}; expected a function "
-            "(answer, row) or a subclass of grpo_env.tasks.Task"
+            f"{source}: {attribute} is {type(found).__name__}, no function (answer, row) or Task"
         )
     try:
         inspect.signature(as_reward(found)).bind("", {})

@@ -96,7 +96,7 @@ BROKEN_WHEN_RUN = {
     "import sys\nsys.exit(2)\ndef reward(a, r): ...": "broken.py line 2: SystemExit: 2",
     "x = 1 / 0\ndef reward(a, r): ...": "broken.py line 1: ZeroDivisionError",
     "def reward(answer): return 1": r"line 1: reward cannot be called as reward\(answer, row\)",
-    "reward = 3": "reward is int; expected a function",
+    "reward = 3": "reward is int, no function",
     "class reward: ...": "is a class, but no subclass of grpo_env.tasks.Task",
 }
 

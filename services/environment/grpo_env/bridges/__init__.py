@@ -22,6 +22,5 @@ def refuse_options(env_id: str, options: TaskOptions, *names: str) -> None:
     if given := [name for name in names if getattr(options, name)]:
         typed = ", ".join("--" + name.replace("_", "-") for name in given)
         raise EnvironmentUnusable(
-            f"the environment {env_id} has prompts of its own, so {typed} cannot be used; change "
-            "the environment's arguments with --task-args"
+            f"the environment {env_id} has its own prompts; omit {typed}, and use --task-args"
         )

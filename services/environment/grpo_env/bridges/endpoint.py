@@ -178,9 +178,7 @@ class ChatEndpoint:
 
     async def _unknown(self, request: web.Request) -> web.Response:
         return _refusal(
-            f"no route {request.path}; only the APIs chat completions, responses and messages can "
-            "be trained on",
-            404,
+            f"no route {request.path}; the APIs are chat completions, responses and messages", 404
         )
 
 

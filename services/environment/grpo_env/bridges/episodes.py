@@ -154,8 +154,7 @@ class EpisodeTask(Task):
                 "episodes.beginnings_differ",
                 task=self.name,
                 row=dict(row),
-                hint="rollouts of one group are compared, so equal rows must begin equal episodes; "
-                "let the environment draw from the seed of its reset",
+                hint="equal rows must begin equal episodes; draw from the seed of the reset",
             )
 
 

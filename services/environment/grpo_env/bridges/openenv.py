@@ -197,8 +197,7 @@ def _reward(found: Mapping[str, Any]) -> float:
     reward = found.get("reward")
     if reward is None and found.get("done"):
         raise RolloutFailed(
-            "the environment ended the episode without a reward, or with NaN or infinity as one; "
-            "set the reward of the observation whose done is true"
+            "the environment ended the episode without a finite reward; set it where done is true"
         )
     return float(reward or 0.0)
 
@@ -262,8 +261,7 @@ def observation_text(observation: Mapping[str, Any], field: str = "") -> str:
     """
     if field and field not in observation:
         raise EnvironmentUnusable(
-            f"the observation has no field {field!r} (observation of --task-args); it has "
-            f"{', '.join(observation)}"
+            f"observation of --task-args: no field {field!r}; there are {', '.join(observation)}"
         )
     shown = {name: value for name, value in observation.items() if name != _METADATA}
     shown = {field: observation[field]} if field else shown or observation.get(_METADATA) or {}

@@ -74,8 +74,7 @@ class Session:
             message = await asyncio.wait_for(self._answers.get(), self._deadline_s)
         except TimeoutError as error:
             raise RolloutFailed(
-                f"the environment did not answer {kind} within {self._deadline_s:g} s; raise "
-                "deadline_s of --task-args"
+                f"no answer to {kind} in {self._deadline_s:g} s; raise deadline_s of --task-args"
             ) from error
         except (ConnectionError, aiohttp.ClientError) as error:
             raise RolloutFailed(f"the environment ended the session: {error}") from error
@@ -262,14 +261,12 @@ class OpenEnvServer:
             )
         except aiohttp.WSServerHandshakeError as error:
             raise EnvironmentUnusable(
-                f"{self.url}/ws takes no WebSocket ({error.status}); the environment needs "
-                "openenv-core 0.2 or newer"
+                f"{self.url}/ws takes no WebSocket ({error.status}); openenv-core 0.2 does"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             self._require_alive()
             raise EnvironmentLost(
-                f"the environment's server at {self.url} does not answer any more ({error}); "
-                "start it again, then env-server"
+                f"{self.url} does not answer any more ({error}); start it again, then env-server"
             ) from error
 
     def _require_alive(self) -> None:

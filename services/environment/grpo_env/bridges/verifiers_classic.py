@@ -108,8 +108,7 @@ class ClassicEnvironment(VerifiersTask):
         parts = [*_parts(self._env)]
         if any(part.provides_advantages for part in parts):
             raise EnvironmentUnusable(
-                f"the environment {env_id} computes advantages itself, but here the trainer does; "
-                "use a rubric that returns rewards"
+                f"{env_id} computes advantages itself; use a rubric that returns rewards"
             )
         self.rates_groups = any(part.requires_group_rollouts for part in parts)
         self.tools = [

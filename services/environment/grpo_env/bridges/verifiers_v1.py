@@ -65,8 +65,7 @@ class V1Environment(VerifiersTask):
             self._taskset = self._env.taskset.select(select)
         except (ValidationError, ValueError, TypeError, ImportError) as error:
             raise EnvironmentUnusable(
-                f"verifiers cannot load the environment {env_id} with the arguments "
-                f"{dict(arguments)}: {error}"
+                f"verifiers cannot load {env_id} with the arguments {dict(arguments)}: {error}"
             ) from error
         agents = (part for _, part in self._env.config if isinstance(part, vf.AgentConfig))
         if any(part.retries != vf.RetryConfig() for part in (self._env.config, *agents)):
@@ -192,8 +191,7 @@ def _graded(env_id: str, episode: vf.Episode) -> Graded:
     if len(trained) != 1 or len(episode.traces) != 1:
         names = ", ".join(trace.agent.name for trace in episode.traces)
         raise EnvironmentUnusable(
-            f"the environment {env_id} has several agents in one rollout ({names}); only "
-            "environments with one agent can be trained"
+            f"{env_id} has several agents in one rollout ({names}); only one can be trained"
         )
     (trace,) = trained
     scores = {name: reward and reward.score for name, reward in trace.rewards.items()}

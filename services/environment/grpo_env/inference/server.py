@@ -162,9 +162,8 @@ class PooledServer(ServerStanding):
         except RequestRefused as error:
             if error.status == _NOT_FOUND:
                 raise NoGenerateRoute(
-                    f"404 Not Found on /generate at {self.url}: this server is not "
-                    "vllm-api-server (stock vLLM has no /generate); start vllm-api-server, or "
-                    "check --inference-url"
+                    f"404 Not Found on /generate at {self.url} (stock vLLM has no /generate); "
+                    "start vllm-api-server, or check --inference-url"
                 ) from error
             raise
         finally:

@@ -60,13 +60,11 @@ async def wait_for_servers(
                     problems[url] = problem
             if deadline.has_passed:
                 listed = "; ".join(
-                    f"{SERVICE} at {url} is not healthy after {deadline_s:g} s; the last error "
-                    f"was: {named(problem)}"
+                    f"{SERVICE} at {url} is not healthy after {deadline_s:g} s: {named(problem)}"
                     for url, problem in problems.items()
                 )
                 raise ServiceUnavailable(
-                    f"{listed}; read the server's log, check --inference-url, or raise "
-                    "--start-deadline-s"
+                    f"{listed}; read its log, check --inference-url, or raise --start-deadline-s"
                 )
             await asyncio.sleep(_POLL_S)
 

@@ -265,8 +265,7 @@ def load_template(tokenizer_name: str, arguments: Mapping[str, Any] | None = Non
             tokenizer = load_tokenizer(tokenizer_name, transformers)
     except Exception as error:  # tokenizers raises nothing more specific
         raise TokenizerUnusable(
-            f"no tokenizer at {tokenizer_name!r} ({error}); name a Hugging Face id "
-            "or a directory with a tokenizer, in --model or --tokenizer"
+            f"no tokenizer at {tokenizer_name!r} ({error}); name one with --model or --tokenizer"
         ) from error
     if not tokenizer.chat_template:
         raise TokenizerUnusable(

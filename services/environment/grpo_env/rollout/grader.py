@@ -66,8 +66,7 @@ def overlong(answer: Answer) -> float:
 def _limit(answer: Answer) -> int:
     if answer.max_tokens < 1:
         raise ValueError(
-            f"max_tokens of the answer is {answer.max_tokens}, but the parts length and overlong "
-            "need the limit of tokens"
+            f"the parts length and overlong need a limit of tokens; it is {answer.max_tokens}"
         )
     return answer.max_tokens
 
@@ -128,8 +127,7 @@ class Grader:
         unknown = sorted(self._weights.keys() - self._parts)
         if unknown and self._parts:
             raise UnknownRewardPart(
-                f"weights for reward parts that do not exist: {', '.join(unknown)}; the parts of "
-                f"the reward are {', '.join(sorted(self._parts))}"
+                f"no reward parts {', '.join(unknown)}; there are {', '.join(sorted(self._parts))}"
             )
 
     async def _call(self, item: Item, answer: Answer) -> Grade | Ungraded:

@@ -125,8 +125,7 @@ def checked_weights(rule: Rule, items: Sequence[ItemFacts], step: int) -> list[f
     for at, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise CurriculumUnusable(
-                f"{name} returned the weight {weight:g} for item {at}; expected a finite number of "
-                "at least 0"
+                f"{name} returned {weight:g} for item {at}; expected a finite number of at least 0"
             )
     if not sum(weights) > 0:
         raise CurriculumUnusable(f"{name} returned only weights of 0; at least one must be above")

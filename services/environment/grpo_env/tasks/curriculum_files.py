@@ -49,8 +49,7 @@ class CurriculumFiles:
         except (OSError, ValueError) as error:
             problem = problems_of(error) if isinstance(error, ValidationError) else error
             raise CurriculumUnusable(
-                f"--curriculum-dir: {path} cannot be read: {problem}; remove it to measure "
-                "the solve rates anew"
+                f"--curriculum-dir: {path} cannot be read: {problem}; remove it to measure anew"
             ) from error
         self._stream.restore(state.tasks)
         self._saved = self._content()
@@ -83,8 +82,7 @@ class CurriculumFiles:
                 lines.write(json.dumps({"step": step, **curves}) + "\n")
         except OSError as error:
             raise CurriculumUnusable(
-                f"--curriculum-dir: cannot write {self._directory}: {error.strerror}; name a "
-                "directory that this user can write"
+                f"--curriculum-dir: cannot write {self._directory}: {error.strerror}; name another"
             ) from error
 
     def _content(self) -> str:

@@ -183,8 +183,7 @@ def _load(source: str, *arguments: str | None, **options: str) -> Iterable[Any]:
         is_missing = str(error).startswith("Unknown split")
         which = " ".join(filter(None, (*arguments[1:], options["split"])))
         raise (NoSuchSplit if is_missing else DataUnusable)(
-            f"{source}: cannot read the data set ({which}): {error}; check --data and "
-            "--data-config, or use a file of JSON lines"
+            f"{source}: cannot read the data set ({which}): {error}; check --data and --data-config"
         ) from error
     return rows
 

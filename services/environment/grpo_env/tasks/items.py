@@ -76,8 +76,7 @@ def training_items(task: Task) -> list[Item]:
     kept = [item for item in items if not is_held_out(item.key, task.held_out)]
     if not kept:
         raise DataUnusable(
-            f"task {task.name}: every row is held out for evaluation; give more rows than "
-            f"{len(items)}, or pass --held-out 0 or --eval-data"
+            f"task {task.name}: all {len(items)} rows are held out; use --eval-data or --held-out 0"
         )
     if len(kept) < len(items):
         log.info(
@@ -116,8 +115,7 @@ def evaluation_items(task: Task) -> list[Item]:
     found = [*{item.key: item for item in found}.values()]  # each prompt once
     if not found:
         raise DataUnusable(
-            f"task {task.name}: no item for evaluation that training does not use; pass "
-            "--eval-data with other rows, or raise --held-out"
+            f"task {task.name}: no item for evaluation; pass --eval-data, or raise --held-out"
         )
     return found
 

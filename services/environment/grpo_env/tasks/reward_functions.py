@@ -186,7 +186,7 @@ def _numbers(parts: Mapping[Any, Any], may_be_empty: bool = False) -> dict[str, 
         for name, value in parts.items()
     }
     if not (may_be_empty or found):
-        raise RewardInvalid("the reward is empty; expected a number, or a dict of named numbers")
+        raise RewardInvalid("the reward is empty; expected a number, or named numbers")
     if not may_be_empty and all(value is None for value in found.values()):
         raise RewardInvalid(
             "the reward is None; a part may be None, or one of several rewards, but not all"
@@ -199,8 +199,7 @@ def _number(name: str, value: Any) -> float:
     plain = value.item() if getattr(value, "shape", None) == () else value
     if not isinstance(plain, Real):  # bool is Real too
         raise RewardInvalid(
-            f"{which} is {value!r}, a {type(value).__name__}; expected a number, or a dict of "
-            "named numbers"
+            f"{which} is {value!r}, a {type(value).__name__}; expected a number, or named numbers"
         )
     try:
         number = float(plain)

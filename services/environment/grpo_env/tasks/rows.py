@@ -88,8 +88,7 @@ def answer_text(value: Any) -> str:
         return text
     if isinstance(value, Sequence):
         raise ValueError(
-            f"the right answer is a list of {len(value)}, and only one answer can be compared; "
-            "leave one, or write a reward of your own"
+            f"the right answer is a list of {len(value)}; leave one, or write a reward of your own"
         )
     raise ValueError(f"the right answer is a {type(value).__name__}; expected a text or a number")
 
@@ -305,8 +304,7 @@ def as_messages(column: str, value: Any, role: str = "user") -> list[Message]:
             )
         if value.lstrip().startswith("[{'role'"):
             raise ValueError(
-                f"the column {column!r} holds messages as Python prints them, which is no JSON; "
-                "write them with json.dumps"
+                f"the column {column!r} holds messages as Python prints them; use json.dumps"
             )
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or not value:
@@ -319,8 +317,7 @@ def as_messages(column: str, value: Any, role: str = "user") -> list[Message]:
             content = ""
         if isinstance(content, list):
             raise ValueError(
-                f"the column {column!r}: message {number} holds parts such as images; only text is "
-                "supported, so give each message its content as one text"
+                f"the column {column!r}: message {number} holds parts such as images; give one text"
             )
         if not isinstance(content, str):
             raise ValueError(f"the column {column!r}: message {number} has no text as its content")

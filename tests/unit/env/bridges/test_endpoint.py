@@ -232,7 +232,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
                 ({"stop": 5}, "stop: expected texts"),
                 ({"tools": [{"type": "function"}]}, "KeyError: 'function'"),
                 ({"tools": [{"type": "custom", "custom": {}}]}, "tools of the type custom: only"),
-                ({"tools": [{"function": {"name": 5}}]}, "tools: expected functions with a name"),
+                ({"tools": [{"function": {"name": 5}}]}, "tools: expected texts as name and"),
                 ({"tools": [{"function": {"name": "f", "description": 5}}]}, "got 'f' and 5"),
             )
         ),
@@ -240,7 +240,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools of .* web_search"),
         ("responses", {"input": "a", "conversation": "conv_1"}, "conversation: not supported"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
-        ("completions", {}, "no route /v1/completions; only the APIs chat completions, responses"),
+        ("completions", {}, "no route /v1/completions; the APIs are chat completions, responses"),
     ],
 )
 async def test_what_cannot_be_trained_on_is_refused_by_name(

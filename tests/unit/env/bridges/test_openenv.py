@@ -87,7 +87,7 @@ def test_an_observation_becomes_a_text(observation: Any, field: str, text: str) 
 
 
 def test_a_field_that_the_observation_lacks_is_named() -> None:
-    with pytest.raises(EnvironmentUnusable, match=r"no field 'prompt' .* it has board, legal"):
+    with pytest.raises(EnvironmentUnusable, match="no field 'prompt'; there are board, legal"):
         observation_text({"board": 1, "legal": 2}, "prompt")
 
 
@@ -138,7 +138,7 @@ def test_what_is_no_environment_is_refused_by_name(
 
 
 def test_columns_mean_nothing_for_arguments_of_reset() -> None:
-    with pytest.raises(EnvironmentUnusable, match="--columns cannot be used"):
+    with pytest.raises(EnvironmentUnusable, match="omit --columns, and use --task-args"):
         OpenEnvTask(TaskOptions(columns={"a": "b"}), "http://localhost:8000")
 
 
@@ -227,7 +227,7 @@ async def played(ended: Mapping[str, Any], state: Mapping[str, Any]) -> Graded:
 
 async def test_no_reward_counts_0_before_the_end_and_fails_the_rollout_there() -> None:
     assert (await played({"reward": None, "done": False}, {})).score == 0.0
-    with pytest.raises(RolloutFailed, match="without a reward, or with NaN or infinity as one"):
+    with pytest.raises(RolloutFailed, match="without a finite reward"):
         await played({"reward": None, "done": True}, {})
 
 

@@ -44,8 +44,8 @@ async def test_without_a_healthy_server_every_one_is_named_at_the_deadline() -> 
             two.health = 503
             with pytest.raises(
                 ServiceUnavailable,
-                match=f"{one.url} is not healthy after 0.5 s; .*Connect call.*; "
-                f".*{two.url} is not healthy after 0.5 s; .*503",
+                match=f"{one.url} is not healthy after 0.5 s: .*Connect call.*; "
+                f".*{two.url} is not healthy after 0.5 s: .*503",
             ):
                 await wait_for_servers([one.url, two.url], 0.5)
     assert [entry["url"] for entry in logs] == [one.url, two.url]

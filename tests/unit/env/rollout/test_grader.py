@@ -128,7 +128,7 @@ async def test_code_that_has_not_ended_is_cancelled_at_the_end() -> None:
 
 
 NOT_FINITE = ", which is not finite in float32"
-EXPECTED = "; expected a number, or a dict of named numbers"
+EXPECTED = "; expected a number, or named numbers"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ async def test_a_part_may_be_missing_in_some_answers_but_not_in_all() -> None:
     answers = [Answer(text) for text in 40 * ("a", "b")]
     found = await grades(Rewarded(reward), answers, {"format": 2.0})
     assert [grade.score for grade in found[:2] if isinstance(grade, Grade)] == [1.0, 2.0]
-    with pytest.raises(UnknownRewardPart, match=r"acuracy; the parts .* accuracy, format"):
+    with pytest.raises(UnknownRewardPart, match=r"acuracy; there are accuracy, format"):
         await grades(Rewarded(reward), answers, {"acuracy": 1.0})
 
 
@@ -320,5 +320,5 @@ def test_penalties_are_no_rewards_handle_100_kb_and_name_a_missing_limit() -> No
         assert -1.0 <= penalty(said(100, text="no " * 33_000)) < -0.9
         assert penalty(said(0)) == 0.0
     for share in (length, overlong):
-        with pytest.raises(ValueError, match="max_tokens of the answer is 0"):
+        with pytest.raises(ValueError, match="need a limit of tokens; it is 0"):
             share(said(1, max_tokens=0))

@@ -237,7 +237,7 @@ def test_a_broken_state_is_named(tmp_path: Path) -> None:
     [
         ("return [1.0]", r"sampler\(items, step\) returned 1 weights for 4 items"),
         ("return [0.0] * len(items)", "only weights of 0"),
-        ("return [-1.0] * len(items)", "weight -1 for item 0"),
+        ("return [-1.0] * len(items)", "returned -1 for item 0"),
         ("return [i.solve_rate > 0 for i in items]", "raised TypeError: '>' not supported"),
     ],
 )

@@ -285,7 +285,7 @@ REFUSED_PROMPTS = [
     ({"prompt": [{"role": "user"}]}, "message 0 has no text as its content"),
     (
         {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "message 0 holds parts such as images; only text",
+        "message 0 holds parts such as images; give one text",
     ),
     ({"prompt": "<|im_start|>user\n3+4=<|im_end|>\n"}, "already has a chat template's marks"),
     ({"prompt": str([USER])}, "holds messages as Python prints them"),

@@ -160,7 +160,7 @@ def test_a_conversation_needs_messages() -> None:
 
 
 def test_data_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(DataUnusable, match="no item for evaluation that training does not use"):
+    with pytest.raises(DataUnusable, match="no item for evaluation; pass --eval-data"):
         evaluation_items(Numbered(["a"], ["a"]))
     task = Numbered(["a"])
     task.held_out = 0.9999999
