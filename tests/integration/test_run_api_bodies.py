@@ -185,7 +185,7 @@ async def test_a_process_that_hangs_is_replaced(
     process = await hanging_process(decoder)
     with monkeypatch.context() as shortened:
         shortened.setattr(decoder, "_decoding_s", 0.1)
-        with pytest.raises(StoreUnavailable, match=r"within .* s; send the same groups again"):
+        with pytest.raises(StoreUnavailable, match=r"not read in .* s; send the groups again"):
             await decode(decoder)
     assert await decode(decoder) == 2
     await wait_for_async(lambda: not process.is_running())

@@ -174,10 +174,7 @@ class SubmissionDecoder:
             return decode(body, None)
         except TooMuchWork:
             pass
-        reason = (
-            f"large submissions that arrived earlier were not decoded within {_TURN_S:g} s; "
-            "send the same groups again"
-        )
+        reason = f"earlier large submissions took over {_TURN_S:g} s; send the same groups again"
         async with in_turn(self._turn, _TURN_S, reason):
             outcome = await self._decode_beside(decode, body)
         if isinstance(outcome, Refused):
@@ -194,14 +191,12 @@ class SubmissionDecoder:
         except TimeoutError as error:
             log.warning("submission_decoder.timed_out", deadline_s=self._decoding_s, hint=_RESTART)
             raise StoreUnavailable(
-                f"run-api did not finish reading this submission within {self._decoding_s:g} s; "
-                "send the same groups again"
+                f"the submission was not read in {self._decoding_s:g} s; send the groups again"
             ) from error
         except (EOFError, OSError) as error:
             log.warning("submission_decoder.exited", reason=repr(error), hint=_RESTART)
             raise StoreUnavailable(
-                "run-api's decoder process for large submissions exited, perhaps for lack of "
-                "memory; send the same groups again"
+                "the decoder process exited, perhaps for lack of memory; send the same groups again"
             ) from error
         finally:
             if not is_whole:

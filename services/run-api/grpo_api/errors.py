@@ -139,8 +139,7 @@ class BatchGone(Conflict):
         super().__init__(
             "after",
             "batch_gone",
-            f"batch {batch_id} was acknowledged, handed out again or reset while run-api sent "
-            "the batch; request the next batch",
+            f"batch {batch_id} was acknowledged, handed out again or reset; request the next batch",
         )
 
 

@@ -91,8 +91,7 @@ def _warn_of_scaled_minimums(run: RunView) -> None:
         log.warning(
             "min_batch_allocation.scaled_down",
             env_ids=scaled,
-            hint="one batch cannot contain the min_batch_allocation of every environment; "
-            "lower these values",
+            hint="one batch cannot contain the min_batch_allocation of all; lower them",
         )
 
 

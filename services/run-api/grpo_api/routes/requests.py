@@ -104,8 +104,7 @@ class IncomingBody:
         room = self._limits.max_bytes * (_LARGE_SHARE if body_bytes > INLINE_BYTES else 1)
         if self._limits.held_bytes - self._bytes + body_bytes > room:
             raise Unavailable(
-                f"request bodies already hold {self._limits.held_bytes} bytes of memory, and this "
-                "body does not fit; send the request again in a moment"
+                f"request bodies hold {self._limits.held_bytes} bytes; send the request again later"
             )
 
 

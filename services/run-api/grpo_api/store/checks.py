@@ -63,8 +63,7 @@ async def check_redis(link: RedisLink) -> None:
                 log.warning(
                     "redis.may_lose_groups",
                     appendfsync=appendfsync,
-                    hint="a Redis that is killed may lose accepted groups; start Redis with "
-                    f"--appendfsync {APPENDFSYNC}",
+                    hint=f"a killed Redis may lose groups; use --appendfsync {APPENDFSYNC}",
                 )
         case 0:
             log.warning(
@@ -117,8 +116,7 @@ async def watch_disk(link: RedisLink, disk_bytes: int | None, poll_s: float = _P
                 "redis.disk_nearly_full",
                 append_only_file_bytes=held,
                 disk_bytes=disk_bytes,
-                hint="Redis ends when its disk is full: enlarge the disk, or lower "
-                "--max-queued-bytes and --max-leased-bytes",
+                hint="enlarge the disk, or lower --max-queued-bytes and --max-leased-bytes",
             )
         was_large = is_large
         await asyncio.sleep(poll_s)

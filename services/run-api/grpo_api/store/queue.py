@@ -137,10 +137,7 @@ class GroupQueue:
         # Parts of one environment share its buffer. Of several that are placed at the same time,
         # all but one must start over. So one submission is placed at a time.
         limit_s = self._link.deadline_s
-        reason = (
-            f"earlier groups were not added to the queue within {limit_s:g} s; send the "
-            "new groups again"
-        )
+        reason = f"earlier groups took over {limit_s:g} s; send the new groups again"
         async with in_turn(self._placing, limit_s, reason):
             for _ in range(_MAX_PLACEMENTS):
                 try:
@@ -148,8 +145,7 @@ class GroupQueue:
                 except _NotPlaced:
                     pass
         raise StoreUnavailable(
-            f"other submissions changed the partial groups {_MAX_PLACEMENTS} times while run-api "
-            "stored this submission; send the same groups again"
+            f"others changed the partial groups {_MAX_PLACEMENTS} times; send the same groups again"
         )
 
     async def _place(
@@ -265,8 +261,7 @@ def _repeated(submission: Submission, answer: bytes) -> Outcomes:
         raise Refused(
             422,
             f"Idempotency-Key {submission.key!r} was used for other groups within the last "
-            f"{RECEIPT_S} s; use a new idempotency key for every submission that is not a "
-            "repeat",
+            f"{RECEIPT_S} s; use a new one for every submission that is not a repeat",
         )
     answered: Outcomes = json.loads(written)
     return answered
@@ -299,7 +294,5 @@ def _no_trainer() -> Refused:
 
 def _other_run() -> Refused:
     return Refused(
-        409,
-        "these groups were sampled for another run, which ended with /reset_data; register again "
-        "(POST /register-env)",
+        409, "these groups are of another run, which /reset_data ended; POST /register-env again"
     )

@@ -145,8 +145,7 @@ class RunStore:
             current, unacknowledged, approved = rest
             await self._check_batch_size(registration.batch_size, current, unacknowledged)
         raise StoreUnavailable(
-            "the queue or the environments changed while run-api checked batch_size "
-            f"{registration.batch_size}; register again"
+            f"the run changed while batch_size {registration.batch_size} was checked; try again"
         )
 
     async def _check_batch_size(self, batch_size: int, current: int, unacknowledged: int) -> None:
