@@ -48,7 +48,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
             "server"
         ),
         "--model m --mode lora_only --vllm-restart-interval 5 --adapter-sync-interval 4": (
-            "only one of these options"
+            "differs from --vllm-restart-interval"
         ),
         "--model m --single-copy=false": "--single-copy: this option accepts no value except true",
         f"{TRAINER} --packing yes": "--packing: ",
@@ -83,7 +83,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
     env_server: {
         "gsm8k serve --model m --data rows/sumz.jsonl": "no such file: rows/sumz.jsonl",
         "gsm8k serve --model m --data {tmp}/gone": "--data: no such directory",
-        f"{ENVIRONMENT} --env.group_size=1": "--env.group_size: the scores of a group of 1",
+        f"{ENVIRONMENT} --env.group_size=1": "--env.group_size: every group of 1 has equal scores",
         f"{ENVIRONMENT} --env.temperature=0": "--env.temperature",
         f"{ENVIRONMENT} --env.rollout_server_url localhost:8000": (
             "--env.rollout_server_url: expected a URL such as http://localhost:8000"
@@ -116,7 +116,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         ),
     },
     vllm_api_server: {
-        "--model {tmp}/adapter": "--model: {tmp}/adapter is an adapter; merge it",
+        "--model {tmp}/adapter": "--model: {tmp}/adapter is an adapter; name its base",
         "--model m --port {port}": "choose another port, or end the process",
     },
     demo: {
@@ -183,14 +183,14 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
 """Arguments of each command, and part of what it writes. `{tmp}` is a directory, `{port}` a port in
 use, `{free}` one that is not."""
 WITH_VARIABLES = {
-    "RANK=2 WORLD_SIZE=2": "RANK: 2: with --world-size 2 the ranks are 0 to 1",
+    "RANK=2 WORLD_SIZE=2": "RANK: 2 is not below --world-size 2",
     "MASTER_PORT=70000": "MASTER_PORT: ",
     "GRPO_TRAINING_STEPS=ten": (
         "GRPO_TRAINING_STEPS: expected a whole number, at least 1; got 'ten'"
     ),
     "GRPO_VLLM_PORT=abc": "GRPO_VLLM_PORT: expected a port",
     "GRPO_STEPS=60 GRPO_TRAINING_STEPS=5": (
-        "GRPO_STEPS and GRPO_TRAINING_STEPS name the same option, but their values differ"
+        "GRPO_STEPS and GRPO_TRAINING_STEPS are one option, but differ"
     ),
 }
 

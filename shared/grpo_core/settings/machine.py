@@ -121,8 +121,7 @@ def missing_on_hub(model: str) -> str | None:
     if model in MADE_HERE:
         flag = f" --{SMOLLM2}" if model == SMOLLM2 else ""
         return (
-            f"{model} is made on this machine: run `python -m grpo_tiny_model{flag}`, and name the "
-            "directory that it prints"
+            f"{model}: run `python -m grpo_tiny_model{flag}`, and name the directory that it prints"
         )
     try:
         is_known = any(isinstance(try_to_load_from_cache(model, name), str) for name in _OF_MODELS)
@@ -157,8 +156,7 @@ def missing_model(model: str) -> str | None:
         return _incomplete_weights(path)
     if (path / _ADAPTER_CONFIG).is_file():
         return (
-            f"{model} is an adapter; merge it into its base model (peft's merge_and_unload) and "
-            "name the result, or name the base model"
+            f"{model} is an adapter; name its base model, or merge both (merge_and_unload of peft)"
         )
     if not model.startswith(_PATH_STARTS):
         return None  # a directory of this name may stand beside an id on the hub

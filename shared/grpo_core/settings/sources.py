@@ -268,8 +268,7 @@ def _by_name(command: Command, option: Option, environment: Mapping[str, str]) -
             shown = hide_passwords(f" ({first.value!r}, {other.value!r})")
             values = "" if option.is_secret else shown
             raise ValueError(
-                f"{first.name} and {other.name} name the same option, but their values "
-                f"differ{values}; unset one of them"
+                f"{first.name} and {other.name} are one option, but differ{values}; unset one"
             )
     return found[0] if found else None
 
@@ -445,10 +444,7 @@ def _with_words(content: Mapping[Any, Any], passes_on: str | None) -> dict[Any, 
             try:
                 found[key] = shlex.split(value)
             except ValueError as error:
-                raise ValueError(
-                    f"{key}: cannot split the value into words as a shell does ({error}); check "
-                    "its quotes"
-                ) from None
+                raise ValueError(f"{key}: not words of a shell ({error}); check quotes") from None
     return found
 
 

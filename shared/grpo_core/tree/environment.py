@@ -325,11 +325,8 @@ class EnvironmentOptions(
         yield from self._mistakes_of_agent()
         yield from self.teacher_mistakes()
         if self.group_size == 1 and self.drops_equal_scores:
-            yield Mistake(
-                "group_size",
-                "the scores of a group of 1 are always equal, so every group is dropped; pass 2 or "
-                "more, or --no-drop-equal-scores",
-            )
+            problem = "every group of 1 has equal scores; pass 2 or more, or --no-drop-equal-scores"
+            yield Mistake("group_size", problem)
         if self.curriculum_dir and self.curriculum == UNIFORM:
             yield Mistake("curriculum_dir", "needs --curriculum learnable, or a function of yours")
         if (self.max_completion_tokens or 0) >= self.seq_len:
@@ -350,11 +347,8 @@ class EnvironmentOptions(
                     )
             return
         if (self.agent_command is None) == (self.agent is None):
-            yield Mistake(
-                None,
-                "the task agent needs an agent: either --command 'python my_agent.py' or --agent "
-                "my.py:agent",
-            )
+            ways = "either --command 'python my_agent.py' or --agent my.py:agent"
+            yield Mistake(None, f"the task agent needs an agent: {ways}")
         if self.reward is None:
             yield Mistake(None, "the task agent needs --reward, for example my.py:reward")
         if self.reward == AGENT:
@@ -383,11 +377,8 @@ class EnvironmentOptions(
         if self.answers and not self.answers.is_file():
             yield Mistake("answers", f"{self.answers}: no such file")
         if self.use_wandb and find_spec("wandb") is None:
-            yield Mistake(
-                "use_wandb",
-                "needs the package wandb: pip install wandb, or build the image with "
-                "ENVIRONMENT_EXTRAS=wandb",
-            )
+            image = "build the image with ENVIRONMENT_EXTRAS=wandb"
+            yield Mistake("use_wandb", f"needs the package wandb: pip install wandb, or {image}")
 
     @property
     def agent_arguments(self) -> dict[str, Any]:

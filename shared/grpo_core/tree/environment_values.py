@@ -235,8 +235,5 @@ def one_policy(servers: list[Any]) -> dict[str, Any]:
         )
     urls = [server["base_url"] for server in servers if "base_url" in server]
     if urls and len(urls) < len(servers):
-        raise ValueError(
-            "a server in the section openai has no base_url, but others have one; give "
-            "every server its base_url"
-        )
+        raise ValueError("openai: some servers have no base_url; give every server one")
     return first | ({"base_url": urls} if urls else {})

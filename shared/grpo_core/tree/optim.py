@@ -121,11 +121,8 @@ class ProcessOptions(BaseModel):
     def process_conflicts(self, mode: str, device: str, waits_s: float) -> Iterator[Mistake]:
         """Options that exclude each other. Args: waits_s: the longest wait of rank 0 alone"""
         if self.trainer_rank >= self.world_size:
-            yield Mistake(
-                "trainer_rank",
-                f"{self.trainer_rank}: with --world-size {self.world_size} the ranks are 0 to "
-                f"{self.world_size - 1}",
-            )
+            problem = f"{self.trainer_rank} is not below --world-size {self.world_size}"
+            yield Mistake("trainer_rank", problem)
         if self.world_size == 1:
             return
         if mode == "shared_vllm":

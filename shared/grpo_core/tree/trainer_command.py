@@ -221,21 +221,15 @@ class CommandLine(
         kind = KINDS[self.mode]
         both = self.model_fields_set >= _INTERVALS
         if both and self.adapter_sync_interval != self.vllm_restart_interval:
-            yield Mistake(
-                "adapter_sync_interval",
-                "differs from --vllm-restart-interval, which has the same meaning in this "
-                "mode; give only one of these options",
-            )
+            problem = "differs from --vllm-restart-interval, its other name in this mode; give one"
+            yield Mistake("adapter_sync_interval", problem)
         if self.master_dtype == "bfloat16" and issubclass(kind, LoraSettings):
             yield Mistake(
                 "master_dtype", f"mode {self.mode} trains an adapter, which must be in float32"
             )
         if self.num_inference_nodes and self.mode == "shared_vllm":
-            yield Mistake(
-                "num_inference_nodes",
-                f"{self.num_inference_nodes}: mode shared_vllm trains the memory of one server; "
-                "pass 0, or --mode none, lora_only or lora_restart",
-            )
+            problem = "mode shared_vllm trains the memory of one server; pass 0 or another --mode"
+            yield Mistake("num_inference_nodes", f"{self.num_inference_nodes}: {problem}")
         yield from self.objective_conflicts()
         yield from self.optimizer_conflicts()
         waits_s = self.batch_deadline_s + self.server_return_deadline_s

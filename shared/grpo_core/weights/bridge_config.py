@@ -93,8 +93,7 @@ def find_bridge_config(
         if generation is None or config.generation == generation:
             return config
         problems.append(
-            f"{path}: the file describes generation {config.generation}, which another or "
-            "an earlier engine shared"
+            f"{path}: of generation {config.generation}, which another or an earlier engine shared"
         )
     wanted = f" of generation {generation}" if generation else ""
     raise BridgeConfigNotFound(

@@ -86,8 +86,7 @@ def inside(path: str, below: Path) -> Path:
         )
     if not is_there:
         raise UnusableWeights(
-            f"{path}: the server has no such directory; trainer and server must see the "
-            "weights under the same path"
+            f"{path}: no such directory; the trainer and the server must see it under one path"
         )
     return directory
 
@@ -132,8 +131,7 @@ def without_head(modules: tuple[str, ...] | None) -> tuple[str, ...] | None:
     """Returns the names of the modules with an adapter. Raises `ValueError` if one is the head."""
     if any(name.rpartition(".")[2] == HEAD for name in modules or ()):
         raise ValueError(
-            f"vLLM serves no adapter on {HEAD} together with the prompt logprobs that check it; "
-            "name other modules"
+            f"vLLM serves no adapter on {HEAD} beside prompt logprobs; name other modules"
         )
     return modules
 

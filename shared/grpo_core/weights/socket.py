@@ -113,8 +113,7 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
         for fd in fds:
             os.close(fd)
         raise ProtocolViolation(
-            f"weight socket: received {len(header)} bytes, expected at least "
-            f"{_LENGTH.size}; check that the path is the socket of vllm-api-server"
+            f"weight socket: received {len(header)} bytes; is it the socket of vllm-api-server?"
         )
     try:
         payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
@@ -144,8 +143,7 @@ def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     if size > _MAX_GRANT_BYTES:
         raise ProtocolViolation(
-            f"weight socket: the server's answer of {size} bytes is above the limit of "
-            f"{_MAX_GRANT_BYTES}"
+            f"weight socket: the answer of {size} bytes is above the limit of {_MAX_GRANT_BYTES}"
         )
     received = bytearray()
     while len(received) < size:

@@ -92,7 +92,7 @@ def test_the_error_lists_every_path_and_what_was_wrong_there(
     _, *lines, advice = str(raised.value).splitlines()
     problems = {
         "explicit": "the file does not exist",
-        "logs": "the file describes generation old, which another or an earlier engine shared",
+        "logs": "of generation old, which another or an earlier engine shared",
         "cwd": "the file has invalid fields: dtype: Field required",
         "common": "the file cannot be read: ",
     }
