@@ -191,8 +191,7 @@ def _log_disk_need(learner: Learner) -> None:
         megabytes_per_model=_megabytes(model_bytes),
         checkpoints=states,
         megabytes_per_checkpoint=_megabytes(state_bytes),
-        hint="to keep fewer exported models, lower --keep-checkpoints or raise "
-        "--checkpoint-interval",
+        hint="for fewer models, lower --keep-checkpoints or raise --checkpoint-interval",
     )
 
 

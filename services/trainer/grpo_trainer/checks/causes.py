@@ -56,13 +56,9 @@ class Cause(StrEnum):
         "inference_logprobs are multiplied by a constant: let the environment send natural "
         "logarithms, as the server returns them"
     )
-    ROUNDED = (
-        "inference_logprobs are rounded to bfloat16: let the environment send them in float32, as "
-        "the server returns them"
-    )
+    ROUNDED = "inference_logprobs are rounded to bfloat16: let the environment send them in float32"
     PROMPT_TRAINED = (
-        "prompt tokens are trained on: check the environment's masks, which must be -100 at prompt "
-        "positions"
+        "prompt tokens are trained on: check the environment's masks, -100 at prompt positions"
     )
     TRAINING_PASS = (
         "the trainer's training pass computes other logprobs than a plain forward pass with the "

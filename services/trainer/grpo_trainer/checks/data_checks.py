@@ -109,8 +109,7 @@ class ReferenceCheck:
                 CheckName.REFERENCE_MOVED,
                 None,
                 f"the reference model's logprobs of {PROBE_TOKENS} fixed tokens changed by "
-                f"{moved:.2g} on average since the start, so the KL penalty no longer holds the "
-                "policy near --model",
+                f"{moved:.2g} on average, so the KL penalty does not hold the policy near --model",
                 "the reference model must share no trained weights with the policy: in the LoRA "
                 "modes, check that only the adapter is trained",
             )

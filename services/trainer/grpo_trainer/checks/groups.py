@@ -215,8 +215,7 @@ def _of_scores(env_id: int | None, seen: Counts) -> Iterator[Finding]:
             env_id,
             f"{best} of {unfinished} completions that reached the token limit without an end "
             "token have the best score, as if they were finished",
-            "in the environment, lower the score of completions with finish reason length, or "
-            "raise the token limit",
+            "lower the score of completions with finish reason length, or raise the token limit",
         )
 
 

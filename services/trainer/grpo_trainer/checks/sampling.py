@@ -131,10 +131,9 @@ class SamplingCheck:
             yield Finding(
                 CheckName.OTHER_TOKENS,
                 env_id,
-                f"the logprobs of {100 * share:.0f} % of {len(recent)} tokens, which are at most "
-                f"{LOOK_EVERY_STEPS} steps old, differ from the trainer's by more than {bound:.1f},"
-                f" but the policy's logprobs moved by {movement:.2f} in as many steps (root mean "
-                "square)",
+                f"the logprobs of {100 * share:.0f} % of {len(recent)} tokens differ from the "
+                f"trainer's by more than {bound:.1f} after at most {LOOK_EVERY_STEPS} steps; the "
+                f"policy's moved by {movement:.2f} in as many steps (root mean square)",
                 "let the environment send the token ids of the server's response, and the prompt "
                 "that it sent to the server; check the temperature that it states",
             )

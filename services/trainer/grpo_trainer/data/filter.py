@@ -154,8 +154,7 @@ class GroupFilter:
             return UnusableGroup(
                 UnusableReason.UNPUBLISHED,
                 f"group {index} was sampled from weights that no trainer of this run published: "
-                f"policy version {tuple(of_others[0])}. Was an adapter or a model loaded into the "
-                "server by hand?",
+                f"policy version {tuple(of_others[0])}. Were weights loaded by hand?",
             )
         under = None if received_under is None else own(received_under)
         return [
@@ -195,8 +194,7 @@ class GroupFilter:
             log.info(
                 "advantages.received",
                 env_id=group.env_id,
-                reason="the environment sends advantages, so the trainer computes none from "
-                "its scores",
+                reason="the environment sends advantages, so the trainer computes none",
             )
 
     def _is_first(self, reason: str, env_id: int | None) -> bool:
@@ -211,10 +209,7 @@ class GroupFilter:
         newest = [*self._recent][-MAX_UNUSABLE_BATCHES:]
         unusable, groups = (sum(column) for column in zip(*self._recent, strict=True))
         if len(newest) == MAX_UNUSABLE_BATCHES and all(0 < bad == total for bad, total in newest):
-            told = (
-                f"None of the last {MAX_UNUSABLE_BATCHES} batches has a group that the trainer can "
-                "train on."
-            )
+            told = f"None of the last {MAX_UNUSABLE_BATCHES} batches has a group to train on."
         elif len(self._recent) == WINDOW_BATCHES and 2 * unusable > groups:
             told = (
                 f"{unusable} of the {groups} groups of the last {WINDOW_BATCHES} batches are "

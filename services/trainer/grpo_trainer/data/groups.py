@@ -277,9 +277,8 @@ def _check_teacher(index: int, group: ScoredGroup, temperatures: Sequence[float]
     if all(logprob is None for row in rows for logprob in row):
         raise UnusableGroup(
             UnusableReason.NO_TEACHER,
-            f"group {index} (env_id {group.env_id}) has no distill_logprobs of its tokens; pass "
-            "--teacher-url to env-server, or start the trainer without --distill-coef and "
-            "--objective distill",
+            f"group {index} (env_id {group.env_id}) has no distill_logprobs; pass --teacher-url to "
+            "env-server, or start the trainer without --distill-coef and --objective distill",
         )
     if set(temperatures) != {1.0}:
         raise UnusableGroup(
@@ -297,8 +296,7 @@ def _check_cut(index: int, group: ScoredGroup, seq_len: int) -> None:
         raise UnusableGroup(
             UnusableReason.CUT_OFF,
             f"group {index}: none of the first {seq_len} tokens (--seq-len) is trained on; the "
-            f"first trained token is token {first + 1}. Raise --seq-len, or shorten the "
-            "environment's prompts",
+            f"first is token {first + 1}. Raise --seq-len, or shorten the environment's prompts",
         )
 
 

@@ -156,8 +156,7 @@ class ServerConnection:
             return self.socket
         if info.weights_socket is None:
             raise PolicyMismatch(
-                f"the server at {self.bridge.base_url} shares no weights; start vllm-api-server "
-                "with --share-weights"
+                f"{self.bridge.base_url} shares no weights; start the server with --share-weights"
             )
         if self.bridge_config is None and Path(info.weights_socket).exists():
             return Path(info.weights_socket)

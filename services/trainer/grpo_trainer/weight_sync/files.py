@@ -367,8 +367,7 @@ class FileSync(DirectorySync):
         if len({*dtypes.values()}) > 1:
             told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
             raise PolicyMismatch(
-                f"the inference servers have different data types ({told}); start all of them with "
-                "the same --dtype"
+                f"the servers have different data types ({told}); start all with the same --dtype"
             )
         assert info is not None, "there is at least one server"
         return info
@@ -394,13 +393,11 @@ def _require_server(url: str, info: BridgeInfo, kind: WeightKind, run_id: str) -
         problems.append("the server runs without Redis: start it without --redis-url none")
     elif run_id not in ("", info.run_id):
         problems.append(
-            f"the server's --run-id is {info.run_id!r}, but the trainer's is {run_id!r}: omit the "
-            "trainer's --run-id"
+            f"the server's --run-id is {info.run_id!r}, but the trainer's is {run_id!r}: omit it"
         )
     if kind is WeightKind.ADAPTER and not info.lora_enabled:
         problems.append(
-            "the server accepts no adapters: start vllm-api-server with --enable-lora "
-            "--max-lora-rank R"
+            "the server accepts no adapters: start it with --enable-lora --max-lora-rank R"
         )
     if kind is WeightKind.CHECKPOINT and info.lora_enabled:
         problems.append(

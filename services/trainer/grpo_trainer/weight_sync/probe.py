@@ -104,8 +104,7 @@ def _noted(request: str, crashes: int, seen: int, most: int) -> int:
             f"the server's engine crashed {crashes - most + TOLERATED_CRASHES} times while the "
             f"trainer waited for {request}, so this request probably crashes it. Read the lines "
             "before engine.crashed in the server's log (logs/vllm-server.log of a local run; "
-            "vllm_server.log in --save-path if grpo started the server). Fix the cause, then start "
-            "the trainer again"
+            "vllm_server.log in --save-path if grpo started the server), and start again"
         )
     if crashes > seen:
         log.warning(

@@ -290,6 +290,5 @@ def _log_starting_weights(info: BridgeInfo) -> None:
         log.warning(
             "weights.inherited",
             policy_version=info.policy_version,
-            hint="training starts from an earlier trainer's weights; restart the server to start "
-            "from its model files",
+            hint="they are an earlier trainer's; restart the server to start from its model files",
         )

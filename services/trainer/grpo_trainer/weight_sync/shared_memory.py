@@ -61,8 +61,7 @@ class MappedWeights:
         names = sorted({region.dtype for region in self.manifest.parameters.values()})
         if len(names) != 1:
             raise PolicyMismatch(
-                f"the server's parameters have several data types: {names}; start the server "
-                "with one --dtype"
+                f"the server's parameters have several data types: {names}; start it with --dtype"
             )
         dtype: torch.dtype = getattr(torch, names[0])
         return dtype
@@ -115,8 +114,7 @@ class OwnPlace:
             )
         if server.torch != self.torch:
             problems.append(
-                f"the server runs torch {server.torch}, this process {self.torch}: install the "
-                "same build on both sides"
+                f"the server runs torch {server.torch}, this process {self.torch}: install the same"
             )
         if server.pid_namespace != self.pid_namespace:
             problems.append(
@@ -250,8 +248,7 @@ def check_views(policy: CausalLM, weights: MappedWeights) -> None:
     if moved:
         raise MovedParameters(
             f"{len(moved)} parameters are no longer in the server's memory: {', '.join(moved)}; "
-            "remove the code that called .to() or share_memory_(), or replaced .data, after the "
-            "policy was built"
+            "remove the code that called .to() or share_memory_(), or replaced .data"
         )
 
 

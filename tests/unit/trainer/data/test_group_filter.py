@@ -101,7 +101,7 @@ def test_each_cause_is_refused_by_name(
 
 def test_a_group_of_which_seq_len_leaves_no_trained_token_is_refused() -> None:
     assert sequences_of([group()], GroupLimits(VOCABULARY, seq_len=3))
-    with pytest.raises(UnusableGroup, match="the first trained token is token 3") as refused:
+    with pytest.raises(UnusableGroup, match="the first is token 3") as refused:
         sequences_of([group()], GroupLimits(VOCABULARY, seq_len=2))
     assert refused.value.reason is UnusableReason.CUT_OFF
 
