@@ -61,6 +61,7 @@ UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Without it the first request takes seconds, since vLLM compiles one function in eager mode too.
 """
+THREADS = "OMP_NUM_THREADS"
 LONGEST_SOCKET_PATH = 107  # bytes: sun_path of unix(7) without its final zero
 MODEL_PATH_FILE = "model-path"
 
@@ -121,7 +122,7 @@ def server_of(
         variables = _variables_of_server(settings, places.model) | token_variables(settings)
     else:
         healthy = partial(probe.responds, server_url)
-        threads = {"OMP_NUM_THREADS": str(settings.server_threads)} if settings.servers > 1 else {}
+        threads = {THREADS: str(settings.server_threads)} if settings.servers > 1 else {}
         keys = {"run_api_token": settings.run_api_token, "vllm_api_key": settings.api_key}
         variables = UNBUFFERED | threads | secret_variables(**keys)
     return Service(
@@ -161,7 +162,7 @@ def _variables_of_server(settings: RunSettings, model: str) -> dict[str, str]:
 def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Service:
     values = trainer_values(settings, places)
     if places.run is not None:
-        variables = child_environment(settings.compute_threads, places.model)
+        variables = child_environment(settings.trainer_threads(places.model), places.model)
         variables |= token_variables(settings)
         deadline_s = settings.start_deadline_s
     else:  # it runs as a job, which has no deadline
@@ -306,7 +307,7 @@ def _not_started(settings: RunSettings) -> list[Service]:
 def _shown(service: Service) -> str:
     urls = [
         f"{name}={hide_passwords(service.environment[name])}"
-        for name in URL_VARIABLES.values()
+        for name in (*URL_VARIABLES.values(), THREADS)
         if name in service.environment
     ]
     return shlex.join([*urls, *without_secrets(service.command)[0]])
@@ -339,7 +340,7 @@ def child_environment(
         offline: a child that loads a local `model` needs nothing else from the hub
     """
     environment = {
-        "OMP_NUM_THREADS": str(threads),
+        THREADS: str(threads),
         "PYTHONUNBUFFERED": "1",  # the last lines of a process that dies must reach its log
     }
     environment |= no_proxy(os.environ)

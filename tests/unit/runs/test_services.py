@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from grpo_core.cpu import CPU
 from grpo_core.settings import OptionsInvalid, load_settings, parsed, resolved_yaml
+from grpo_core.settings.machine import TINY
 from grpo_core.settings.options import OF_TRL, options_of
 from grpo_runs.__main__ import main
 from grpo_runs.commands import whole_run
-from grpo_runs.models import longest_sequence
+from grpo_runs.models import SMALL, longest_sequence
 from grpo_runs.modes import MODES
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
@@ -26,6 +28,7 @@ from grpo_runs.process.stack import Service, Stack, StopRequest
 from grpo_runs.report.evaluations import EvaluationsFile
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.services import MODULES, command_lines, services_of
+from grpo_runs.settings import launch_options
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
 from grpo_runs.settings.views import Places
 from tests.unit.runs.stand_ins import Shown
@@ -160,8 +163,8 @@ def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets
 def command_line(name: str, words: list[str]) -> list[str]:
     """Of one service, as `--dry-run` shows it."""
     lines = [shlex.split(line) for line in command_lines(load(*words))]
-    (found,) = [line for line in lines if line[2] == name]
-    return found[3:]
+    (found,) = [line for line in lines if name in line]
+    return found[found.index(name) + 1 :]
 
 
 def flags(*names: str) -> set[str]:
@@ -238,12 +241,14 @@ def test_a_dry_run_prints_the_command_lines_without_secrets(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = "--device cuda --run-api-token hunter2 --server.hf-token hunter3 --dry-run"
+    words += " --compute-threads 3"
     monkeypatch.setattr(sys, "argv", ["grpo-demo", *words.split()])
     with pytest.raises(SystemExit) as ended:
         main()
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert "hunter" not in shown
+    assert shown.count("OMP_NUM_THREADS=3 ") == len(("server", "trainer"))
     for name in ("grpo_api", *MODULES.values()):
         assert f" -m {name} " in shown.partition("# Command lines of the services")[2]
 
@@ -265,6 +270,40 @@ def test_several_servers_have_names_ports_and_their_share_of_the_threads(
     assert trainer.environment["MASTER_ADDR"] == "127.0.0.1"
     assert value_of("--inference-url", [*environment.command]) == ",".join(
         f"http://127.0.0.1:{port}" for port in (11, 12, 13)
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "of_trainer"),
+    [
+        ("small", "", "4"),
+        ("large", "", "8"),
+        ("large", "--mode lora_only", "4"),
+        ("large", "--compute-threads 3", "3"),
+        ("small", "--compute-threads 8", "8"),
+        ("large", "--device cuda", "4"),
+        ("owner/on-the-hub", "", "8"),
+        (TINY, "", "4"),
+    ],
+)
+def test_a_trainer_of_many_weights_computes_with_all_cores(
+    services: ServicesOf,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    words: str,
+    of_trainer: str,
+) -> None:
+    monkeypatch.setattr(launch_options, "CPU", replace(CPU, cores=8))
+    monkeypatch.setattr(launch_options, "HALF_THE_CORES", 4)
+    for name, weights in (("small", SMALL), ("large", SMALL + 1)):
+        Path(name).mkdir()
+        tensor = {"dtype": "F32", "shape": [weights], "data_offsets": [0, 4 * weights]}
+        head = json.dumps({"weight": tensor}).encode()
+        Path(name, "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    found = services(load(*words.split()), replace(places(), model=model))
+    assert found["trainer"].environment["OMP_NUM_THREADS"] == of_trainer
+    assert found["vllm-server"].environment["OMP_NUM_THREADS"] == (
+        of_trainer if "threads" in words else "4"
     )
 
 

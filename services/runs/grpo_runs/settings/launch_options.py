@@ -30,12 +30,14 @@ from grpo_core.tree.server import ServerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.tree.weights import KINDS, ModeName
 from grpo_runs.defaults import BY_TASK, OTHER_TASK, SIZE_NAMES, RunSizes, sizes_for
-from grpo_runs.models import A_MODEL
+from grpo_runs.models import A_MODEL, is_small
 from grpo_runs.modes import MODES, Mode
 
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
 MAX_NUM_SEQS = 256
+HALF_THE_CORES = max(1, CPU.cores // 2)
+"""Server and trainer compute at the same time."""
 
 
 def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -227,9 +229,11 @@ class WholeRunOptions(CommandSettings):
         gt=0,
         description="Seconds to wait for run-api, the trainer and each environment to start",
     )
-    compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
-        # Server and trainer compute at the same time, so each gets half.
-        default_factory=lambda: max(1, CPU.cores // 2),
+    compute_threads: Annotated[
+        int | None,
+        Shown(default="half the cores; a trainer of over 50 million weights uses all"),
+    ] = Field(
+        None,
         ge=1,
         description="Number of CPU threads that the server computes with; several servers share "
         "them. The trainer uses the same number",
@@ -396,7 +400,12 @@ class LaunchOptions(
 
     @property
     def server_threads(self) -> int:
-        return max(1, self.compute_threads // self.servers)
+        return max(1, (self.compute_threads or HALF_THE_CORES) // self.servers)
+
+    def trainer_threads(self, model: str) -> int:
+        """Args: model: as of `is_small`"""
+        half = self.on_gpu or self.weight_mode.trains_adapter or is_small(model)
+        return self.compute_threads or (HALF_THE_CORES if half else CPU.cores)
 
     @model_validator(mode="after")
     def _fill_sizes(self) -> Self:
