@@ -110,7 +110,12 @@ class Speed:
         """Other ranks are taken to be as fast as this one."""
         dtype = next(policy.parameters()).dtype
         rate = product_rate(device_of(policy), dtype)
-        log.info("device.rate", tflops=float(f"{rate / 1e12:.3g}"), dtype=str(dtype).split(".")[1])
+        log.info(
+            "device.rate",
+            tflops=float(f"{rate / 1e12:.3g}"),
+            dtype=str(dtype).split(".")[1],
+            cpu_threads=torch.get_num_threads(),
+        )
         return cls(ModelFlops.of(policy), rate * ranks.count)
 
     def metrics(self, batch: Batch, compute_s: float) -> dict[str, float]:

@@ -87,4 +87,5 @@ def test_the_rate_of_all_ranks_is_measured_without_a_random_number(tiny_model: P
     assert torch.equal(torch.get_rng_state(), state)
     (logged,) = logs
     assert (logged["event"], logged["dtype"]) == ("device.rate", "float32")
+    assert logged["cpu_threads"] == torch.get_num_threads()
     assert speed.rate == pytest.approx(3 * logged["tflops"] * 1e12, rel=0.01)
