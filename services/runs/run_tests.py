@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import tempfile
-import traceback
+import unittest
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -147,16 +147,9 @@ def run_tests(names: Mapping[str, Any]) -> tuple[int, int]:
     Args: names: those of the script's module
     """
     tests = [value for name, value in names.items() if name.startswith("test_")]
-    passed = 0
-    for test in tests:
-        try:
-            test()
-        except Exception:  # noqa: BLE001 any failure is a failed test
-            sys.stdout.write(f"FAILED {test.__name__}\n{traceback.format_exc()}\n")
-        else:
-            passed += 1
-            sys.stdout.write(f"passed {test.__name__}\n")
-    return passed, len(tests)
+    suite = unittest.TestSuite(map(unittest.FunctionTestCase, tests))
+    result = unittest.TextTestRunner(sys.stdout, verbosity=2).run(suite)
+    return len(tests) - len(result.failures) - len(result.errors), len(tests)
 
 
 def main() -> None:
