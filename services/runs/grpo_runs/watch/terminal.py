@@ -17,7 +17,7 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from grpo_core.rollouts.page.encode import EVALUATION, REWARD, STALENESS
@@ -97,7 +97,8 @@ def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableTyp
     if width < SIDE_BY_SIDE:
         upper, used = Group(services, times), sum(rows)
     else:
-        upper, used = _beside(services, times), max(rows)
+        upper, used = Table.grid(Column(ratio=1), Column(), expand=True), max(rows)
+        upper.add_row(services, times)
     alerts = [
         Text(f"Alert: {one['text']} {one['advice']}", "bold red", no_wrap=True, overflow="ellipsis")
         for one in state["alerts"]
@@ -116,14 +117,6 @@ def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableTyp
 def _is_shown(name: str) -> bool:
     is_evaluation = name.startswith(EVALUATION) and name.endswith(f"/{OF_EVALUATION}")
     return name in (REWARD, LOSS, STALENESS) or is_evaluation
-
-
-def _beside(left: RenderableType, right: RenderableType) -> RenderableType:
-    table = Table.grid(expand=True)
-    table.add_column(ratio=1)
-    table.add_column()
-    table.add_row(left, right)
-    return table
 
 
 def _head(live: LiveRun, state: Mapping[str, Any], width: int) -> RenderableType:
