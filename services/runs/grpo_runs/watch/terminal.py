@@ -97,8 +97,7 @@ def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableTyp
     if width < SIDE_BY_SIDE:
         upper, used = Group(services, times), sum(rows)
     else:
-        upper, used = Table.grid(Column(ratio=1), Column(), expand=True), max(rows)
-        upper.add_row(services, times)
+        upper, used = _beside(services, times), max(rows)
     alerts = [
         Text(f"Alert: {one['text']} {one['advice']}", "bold red", no_wrap=True, overflow="ellipsis")
         for one in state["alerts"]
@@ -117,6 +116,12 @@ def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableTyp
 def _is_shown(name: str) -> bool:
     is_evaluation = name.startswith(EVALUATION) and name.endswith(f"/{OF_EVALUATION}")
     return name in (REWARD, LOSS, STALENESS) or is_evaluation
+
+
+def _beside(left: RenderableType, right: RenderableType) -> RenderableType:
+    table = Table.grid(Column(ratio=1), Column(), expand=True)
+    table.add_row(left, right)
+    return table
 
 
 def _head(live: LiveRun, state: Mapping[str, Any], width: int) -> RenderableType:
