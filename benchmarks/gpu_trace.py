@@ -3,12 +3,13 @@
     python -m benchmarks.gpu_trace --shape 0.5b --layout packed --head fused
 
 The trainer's own step runs on tensors without memory (device meta) and takes the paths of a GPU.
-Every operator is counted with its bytes and floating-point operations, and so is each time that the
-host waits for the device. A roofline predicts the step's time: an operator takes the longest of its
-bytes and its operations at the rates of an H100, and the host must launch each.
+Every operator, or generated kernel of the compiled layers and head, is counted with its bytes and
+floating-point operations, and so is each time that the host waits for the device. A roofline
+predicts the step's time: an operator takes the longest of its bytes and its operations at the rates
+of an H100, and the host must launch each.
 
 Not seen: how well single kernels use the card (on an H100 they reached about 0.7 of these rates),
-compiled code, and kernels of bitsandbytes.
+the host's time for guards of compiled code, and kernels of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -30,22 +31,30 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.gpu_bench.models import SHAPES, ShapeName, random_policy, train_flops, work_on
 from benchmarks.gpu_bench.training import random_batch
+from benchmarks.gpu_compiled import compiled_for_h100
 from benchmarks.report import number, publish, table
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.model.forward import FastForward
-from grpo_trainer.model.fused_head import EAGER
+from grpo_trainer.model.fused_head import EAGER, HeadArithmetic
 from grpo_trainer.model.packed_attention import Flash, enable
 from grpo_trainer.model.packing import PACKED, PADDED
+from grpo_trainer.model.policy import base_model, compile_layers
 from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.optim.master_update import BucketPart
 from grpo_trainer.optim.rules import MAP_VALUES
 
 BYTES_PER_S, FLOPS_PER_S = 3.03e12, 790e12
-"""Measured on an H100; see the section "GPU: 0.5b" of the results."""
+"""Measured on an H100, with bfloat16; see the section "GPU: 0.5b" of the results."""
+FLOAT32_FLOPS_PER_S = 67e12
+"""Of the H100's datasheet: true float32, as torch multiplies by default."""
+ATTENTION_FLOPS_PER_S = 350e12
+"""Of FlashAttention-2, which torch calls: 35 % of the datasheet (arXiv 2407.08608, abstract)."""
+REACHED = 0.7
+"""Share of these rates that kernels reached on an H100."""
 KERNEL_S, LAUNCH_S = 2e-6, 7e-6
 """Assumed: the shortest kernel, and the host's time to launch one."""
 META = torch.device("meta")
@@ -56,6 +65,8 @@ CAT_INPUTS = 128
 MODES = {False: "shared_vllm", True: "lora_only"}
 GRADIENTS, OPTIMIZER, WRITE = PHASES = ("gradients", "optimizer", "write")
 aten = torch.ops.aten
+ATTENTION = {"torch_attn._varlen_attn": 4, "torch_attn._varlen_attn_backward": 10}
+"""Floating-point operations for each query, key that it sees, and channel of a head."""
 _VIEWS = (
     *("view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "detach", "permute"),
     *("unsqueeze", "squeeze", "alias", "split", "as_strided", "reshape", "unbind", "narrow"),
@@ -64,6 +75,9 @@ _VIEWS = (
 )
 FREE = {getattr(aten, name) for name in _VIEWS}
 """Operators that launch nothing."""
+_CHANGES = ("add_", "sub_", "mul_", "div_", "exp_", "square_", "addmm_", "_foreach_mul_")
+CHANGES = {getattr(aten, name) for name in _CHANGES}
+"""Operators that read what they overwrite."""
 
 
 @dataclass
@@ -88,23 +102,27 @@ class Counts:
         found: float = sum(getattr(kind, name) for kind in self.kinds.values())
         return found
 
-    @property
-    def seconds(self) -> float:
-        """The longer one of the device's time and the host's."""
-        return max(self.total("seconds"), self.total("launches") * LAUNCH_S)
+    def seconds_at(self, reached: float) -> float:
+        """The longer one of the device's time and the host's. Args: reached: share of the rates"""
+        return max(self.total("seconds") / reached, self.total("launches") * LAUNCH_S)
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators on the device meta.
 
-    Args: trained: number of trained targets of a micro-batch, by its shape; `nonzero` finds them
+    Args: micro_batches: attention over packed sequences cannot be counted without their lengths
     """
 
-    def __init__(self, trained: Mapping[tuple[int, ...], int]) -> None:
+    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._trained = trained
+        self._seen = {_own_tokens(micro): _seen_keys(micro) for micro in micro_batches}
         self.phases: dict[str, Counts] = defaultdict(Counts)
         self.phase = ""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as compiled, and its operators are counted."""
+        return True
 
     def __torch_dispatch__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
@@ -122,11 +140,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self.phases[self.phase].waits["upload"] += 1
         if operator not in FREE and any(t.is_meta for t in (*inputs, *outputs)):
-            flops = flop_registry.get(operator)
-            shaped = (arg for arg in args if not isinstance(arg, torch.dtype))
-            work = flops(*shaped, **kwargs, out_val=result) if flops else 0
-            self._add(operator, inputs, outputs, work)
+            self._add(operator, inputs, outputs, self._flops(operator, args, kwargs, result))
         return result
+
+    def _flops(self, operator: Any, args: Any, kwargs: Any, result: Any) -> int:
+        if per_key := ATTENTION.get(_name(operator)):
+            tokens, heads, width = args[0].shape
+            return int(per_key * heads * width * self._seen[tokens])
+        flops = flop_registry.get(operator)
+        shaped = (arg for arg in args if not isinstance(arg, torch.dtype))
+        return int(flops(*shaped, **kwargs, out_val=result)) if flops else 0
 
     def _waited(self, operator: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """The result of an operator that copies from the device to the host, or None."""
@@ -134,11 +157,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if first is None or not first.is_meta:
             return None
         to = kwargs.get("device")
-        if operator is aten.nonzero:
-            count = self._trained[tuple(first.shape)]
-            found: Any = torch.empty(count, first.ndim, dtype=torch.int64, device=META)
-        elif operator is aten._local_scalar_dense:
-            found = 1.0 if first.is_floating_point() else 1
+        if operator is aten._local_scalar_dense:
+            found: Any = 1.0 if first.is_floating_point() else 1
         elif operator is aten._to_copy and to is not None and torch.device(to).type == "cpu":
             found = torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype)
         else:
@@ -152,23 +172,46 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state = [tensor for tensor in part.state.values() if tensor.numel() > MAP_VALUES]
         twice = sum(tensor.nbytes for tensor in (part.master, *state))
         once = part.gradient.nbytes + (0 if part.staged is None else part.staged.nbytes)
-        kind = self.phases[self.phase].kinds["adamw kernel"]
-        kind.launches += 1
-        kind.bytes += 2 * twice + once
-        kind.seconds += max(KERNEL_S, (2 * twice + once) / BYTES_PER_S)
+        self.launched("adamw kernel", 2 * twice + once)
+
+    def launched(
+        self, name: str, size: int, flops: int = 0, seconds: float = 0, launches: int = 1
+    ) -> None:
+        """Counts launches that read and write `size` bytes. Args: seconds: of their operations"""
+        kind = self.phases[self.phase].kinds[name]
+        kind.launches += launches
+        kind.bytes += size
+        kind.flops += flops
+        kind.seconds += max(size / BYTES_PER_S, seconds, KERNEL_S * launches)
 
     def _add(self, operator: Any, inputs: list[Tensor], outputs: list[Tensor], flops: int) -> None:
         both = [t for t in (*inputs, *outputs) if t.is_meta]
         places = {(id(t.untyped_storage()), t.storage_offset(), t.numel()): t.nbytes for t in both}
         size = sum(places.values())
+        if operator in CHANGES:
+            size += sum(tensor.nbytes for tensor in outputs)
         if operator in (aten.embedding, aten.index, aten.index_select):
             size = 2 * sum(t.nbytes for t in outputs)  # of the rows that are read
-        launches = _launches(_name(operator), inputs, outputs)
-        kind = self.phases[self.phase].kinds[_name(operator)]
-        kind.launches += launches
-        kind.bytes += size
-        kind.flops += flops
-        kind.seconds += max(size / BYTES_PER_S, flops / FLOPS_PER_S, KERNEL_S * launches)
+        name = _name(operator)
+        seconds = flops / _flops_per_s(name, inputs)
+        self.launched(name, size, flops, seconds, _launches(name, inputs, outputs))
+
+
+def _own_tokens(micro: MicroBatch) -> int:
+    return sum(micro.lengths) - sum(micro.shared)
+
+
+def _seen_keys(micro: MicroBatch) -> int:
+    """Of all queries together: attention is causal, and shared beginnings have no queries."""
+    both = zip(micro.lengths, micro.shared, strict=True)
+    return sum((n * (n + 1) - m * (m + 1)) // 2 for n, m in both)
+
+
+def _flops_per_s(name: str, inputs: list[Tensor]) -> float:
+    if name in ATTENTION:
+        return ATTENTION_FLOPS_PER_S
+    types = {tensor.dtype for tensor in inputs if tensor.ndim > 1}
+    return FLOAT32_FLOPS_PER_S if types <= {torch.float32} else FLOPS_PER_S
 
 
 def _launches(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
@@ -201,6 +244,7 @@ class Step:
     layout: str = "packed"
     head: str = "fused"
     adapter: bool = False
+    compiles: bool = True
     options: Mapping[str, object] = field(default_factory=dict)
 
     def batch(self) -> Batch:
@@ -216,20 +260,22 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 def traced(step: Step, batch: Batch) -> dict[str, Counts]:
     """The counts of each phase of the second step: the first one creates the moments."""
-    micro_batches = batch.micro_batches
-    shapes = {tuple(m.token_weight.shape): int((m.token_weight > 0).sum()) for m in micro_batches}
     fields = {"model": "random", "mode": MODES[step.adapter], "optimizer": "adamw"} | {
         **step.options
     }
     settings = CommandLine.model_validate(fields).settings()
-    trace = Trace(shapes)
-    with _as_on_a_gpu(), trace:
+    trace = Trace(batch.micro_batches)
+    compiler = compiled_for_h100(trace.launched) if step.compiles else nullcontext()
+    with _as_on_a_gpu(), compiler, trace:
         policy = random_policy(step.shape, torch.bfloat16, META)
         if step.adapter and settings.lora:
             policy = with_adapter(policy, settings.lora)
         if step.layout == "packed":
             enable(policy)
-        head = EAGER if step.head == "fused" else None
+        head = None if step.head == "plain" else EAGER
+        if step.compiles:
+            compile_layers(base_model(policy))
+            head = head and HeadArithmetic.compiled()
         forward = FastForward(PACKED if step.layout == "packed" else PADDED, head)
         optimizer = build_optimizer(policy, settings)
         optimizer.update.kernel = trace.kernel
@@ -256,18 +302,19 @@ def lines(step: Step, batch: Batch, phases: Mapping[str, Counts], largest: int) 
         kinds = sorted(phases[phase].kinds.items(), key=lambda item: -item[1].seconds)
         for name, kind in kinds[:largest]:
             operators.append([f"{phase}: {name}", *_cells(Counts({name: kind}))])
-    total = sum(phases[phase].seconds for phase in PHASES)
+    total = sum(phases[phase].seconds_at(REACHED) for phase in PHASES)
     limit = train_flops(SHAPES[step.shape], lengths) / FLOPS_PER_S
     return [
-        f"{step.shape}, {step.layout}, {step.head} head{', adapter' * step.adapter}: "
-        f"{len(batch.micro_batches)} micro-batches, {sum(lengths)} tokens",
+        f"{step.shape}, {step.layout}, {step.head} head{', adapter' * step.adapter}, "
+        f"{'compiled' if step.compiles else 'eager'}: {len(batch.micro_batches)} micro-batches, "
+        f"{sum(lengths)} tokens",
         "",
         *table(rows),
         "",
         *table(operators),
         "",
-        f"predicted: {total * 1e3:.0f} ms, {sum(lengths) / total:,.0f} tokens/s, "
-        f"{limit / total:.2f} of the rate of products",
+        f"predicted, kernels at {REACHED:g} of the rates: {total * 1e3:.0f} ms, "
+        f"{sum(lengths) / total:,.0f} tokens/s, {limit / total:.2f} of the rate of products",
     ]
 
 
@@ -290,10 +337,11 @@ def main() -> int:
     parser.add_argument("--layout", choices=("packed", "padded"), default="packed")
     parser.add_argument("--head", choices=("fused", "plain"), default="fused")
     parser.add_argument("--adapter", action="store_true", help="train an adapter")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--largest", type=int, default=12, help="operators shown per phase")
     parser.add_argument("--results", type=Path, help="file in which to replace the section")
     given = parser.parse_args()
-    step = Step(given.shape, given.layout, given.head, given.adapter)
+    step = Step(given.shape, given.layout, given.head, given.adapter, given.compile)
     batch = step.batch()
     publish(
         "GPU step, counted", lines(step, batch, traced(step, batch), given.largest), given.results
