@@ -15,13 +15,7 @@ from grpo_core.tree.sections import TRAINER
 from grpo_runs.notices import notifier_of
 from grpo_runs.notify import Notification
 from grpo_runs.process.health import HealthProbe
-from grpo_runs.process.stack import (
-    LostServices,
-    Stack,
-    StopRequest,
-    StopRequested,
-    start_on_screen,
-)
+from grpo_runs.process.stack import LostServices, Stack, StopRequest, StopRequested, start_on_screen
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.services import (

@@ -25,17 +25,8 @@ from grpo_runs.notices import RunNotices
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.records import ProcessRecords
-from grpo_runs.process.stack import (
-    LostServices,
-    Stack,
-    StopRequest,
-    StopRequested,
-    start_on_screen,
-)
-from grpo_runs.report.evaluations import (
-    EvaluationsFile,
-    evaluation_line,
-)
+from grpo_runs.process.stack import LostServices, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.report.evaluations import EvaluationsFile, evaluation_line
 from grpo_runs.report.steps import (
     HEADER_EVERY_STEPS,
     MetricsFile,

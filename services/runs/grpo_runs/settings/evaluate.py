@@ -10,14 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from grpo_core.cpu import CPU
-from grpo_core.settings import (
-    Command,
-    CommaSeparated,
-    Given,
-    LogLevel,
-    Mistake,
-    Shown,
-)
+from grpo_core.settings import Command, CommaSeparated, Given, LogLevel, Mistake, Shown
 from grpo_core.settings.machine import not_writable
 from grpo_core.settings.options import option_of
 from grpo_core.settings.sources import read_file

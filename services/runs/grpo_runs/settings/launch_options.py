@@ -13,14 +13,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator, model_va
 
 from grpo_core.cpu import CPU
 from grpo_core.security import usable_token
-from grpo_core.settings import (
-    CommandSettings,
-    CommaSeparated,
-    Given,
-    Mistake,
-    Shown,
-    mistakes_of,
-)
+from grpo_core.settings import CommandSettings, CommaSeparated, Given, Mistake, Shown, mistakes_of
 from grpo_core.settings.machine import TINY
 from grpo_core.settings.options import default_text
 from grpo_core.tree.environment import EnvironmentOptions

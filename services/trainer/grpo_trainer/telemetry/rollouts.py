@@ -22,13 +22,7 @@ import structlog
 from numpy.typing import NDArray
 
 from grpo_core.errors import GrpoError
-from grpo_core.rollouts.files import (
-    ROLLOUTS,
-    TOKENIZER,
-    remove_later_steps,
-    steps_in,
-    write_step,
-)
+from grpo_core.rollouts.files import ROLLOUTS, TOKENIZER, remove_later_steps, steps_in, write_step
 from grpo_core.rollouts.record import RolloutRecord, records_of_group, split_conversation, text_of
 from grpo_core.tracker import Table
 from grpo_core.tree.trainer import TrainerSettings

@@ -22,11 +22,7 @@ from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.security import is_loopback, plain
 from grpo_core.sockets import proxy_for
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.tree.weights import (
-    RestartSettings,
-    SharedVllmSettings,
-    served_weights_directory,
-)
+from grpo_core.tree.weights import RestartSettings, SharedVllmSettings, served_weights_directory
 from grpo_core.weights.version_log import VersionLog
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice

@@ -42,11 +42,7 @@ from grpo_vllm.routes.generation import generation_router
 from grpo_vllm.weights.lora import AdapterNames, AdapterSwitch
 from grpo_vllm.weights.memory import dtype_name
 from grpo_vllm.weights.served_store import RedisServedStore, ServedStore
-from grpo_vllm.weights.socket_server import (
-    bridge_config_written,
-    exported_by_worker,
-    serve_weights,
-)
+from grpo_vllm.weights.socket_server import bridge_config_written, exported_by_worker, serve_weights
 from grpo_vllm.weights.write_lease import WeightBridge, bridge_at_start
 
 log = structlog.get_logger()

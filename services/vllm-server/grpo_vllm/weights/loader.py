@@ -29,13 +29,7 @@ from grpo_vllm.engine.vllm_compat.layers import (
     why_not_shareable,
 )
 from grpo_vllm.weights.checkpoint_map import CheckpointMap, ServedParameters
-from grpo_vllm.weights.memory import (
-    WeightMemory,
-    aligned,
-    exported,
-    region_at,
-    why_not_exportable,
-)
+from grpo_vllm.weights.memory import WeightMemory, aligned, exported, region_at, why_not_exportable
 
 _ATTRIBUTE = "grpo_shared_parameters"
 
