@@ -14,12 +14,7 @@ class EnvServerSettings(EnvironmentOptions):
 
     def start_mistakes(self) -> Iterator[Mistake]:
         # The tasks; a mistyped option needs none of them.
-        from grpo_env.loading import (
-            DEFAULT_RULE,
-            problem_of,
-            problem_of_agent,
-            problem_of_function,
-        )
+        from grpo_env.loading import DEFAULT_RULE, problem_of, problem_of_agent, problem_of_function
         from grpo_env.sandbox import SandboxUnusable, sandbox_of
         from grpo_env.sandbox.code import AUTO
 

@@ -8,14 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from grpo_core.errors import BrokenProvenance
-from grpo_core.provenance.records import (
-    PROVENANCE,
-    Export,
-    Line,
-    Publication,
-    Start,
-    read_lines,
-)
+from grpo_core.provenance.records import PROVENANCE, Export, Line, Publication, Start, read_lines
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_core.wire.policy_version import PolicyVersion
 

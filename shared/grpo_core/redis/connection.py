@@ -24,12 +24,7 @@ from grpo_core.closing import ClosesOnAsyncExit, ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.listening import is_own_listener
-from grpo_core.redis.url import (
-    LOCAL_REDIS,
-    known_password,
-    local_redis_directory,
-    without_password,
-)
+from grpo_core.redis.url import LOCAL_REDIS, known_password, local_redis_directory, without_password
 from grpo_core.sockets import redis_options
 
 log = structlog.get_logger()

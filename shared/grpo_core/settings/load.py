@@ -27,14 +27,7 @@ from grpo_core.settings.messages import (
     resolved_yaml,
 )
 from grpo_core.settings.options import Option, options_of
-from grpo_core.settings.sources import (
-    Found,
-    Given,
-    merge,
-    read_config,
-    read_variables,
-    read_words,
-)
+from grpo_core.settings.sources import Found, Given, merge, read_config, read_variables, read_words
 
 EXIT_USAGE = 2
 _IN_FILE = re.compile(r"\S+\.(?:ya?ml|toml):(\d+): ")

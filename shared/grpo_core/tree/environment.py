@@ -198,13 +198,7 @@ class EnvironmentOptions(
                 "untrained_dir",
             ),
             "Deadlines": tuple(DeadlineOptions.model_fields),
-            "Logging": (
-                "log_level",
-                "ready_file",
-                "metrics_port",
-                "metrics_host",
-                "use_wandb",
-            ),
+            "Logging": ("log_level", "ready_file", "metrics_port", "metrics_host", "use_wandb"),
         },
         examples=(
             "env-server arithmetic serve --model ./model --group-size 8",

@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Self, TypeVar
 
 from fastapi import Depends, Header, Request
-from pydantic import (
-    BaseModel,
-    StringConstraints,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, StringConstraints, TypeAdapter, ValidationError, WithJsonSchema
 
 from grpo_api.decode import INLINE_BYTES, RawBody, SubmissionDecoder, inflate
 from grpo_api.errors import BodyTooSlow, Refused, Unavailable, too_large, validated
