@@ -187,8 +187,7 @@ def rejoin(api: BatchQueue, settings: TrainerSettings, saved: SavedState) -> Pos
             "run.mismatched",
             checkpoint=str(saved.directory),
             unknown_batch_id=at.batch_id,
-            hint="the checkpoint does not belong to run-api's current run; training continues "
-            "with the batches of run-api's current run",
+            hint="training continues with the batches of run-api's current run, which is another",
         )
     at = at if known else replace(at, batch_id=0)
     api.resume_after(at.batch_id)

@@ -82,8 +82,7 @@ class DataChecks:
             lost = Finding(
                 CheckName.LOST_UPDATE,
                 None,
-                f"the step left {100 * unchanged:.0f} % of the weights with a gradient as they "
-                "were: their updates were rounded away",
+                f"the updates of {100 * unchanged:.0f} % of the weights were rounded away",
                 "pass --master-dtype float32, or --rounding stochastic, or raise --lr",
             )
             self.failed += self._log.report([lost], step)

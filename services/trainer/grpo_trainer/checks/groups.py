@@ -120,8 +120,7 @@ class GroupCheck:
             yield Finding(
                 CheckName.END_TOKEN_MASKED,
                 env_id,
-                f"the end tokens of all {masked} completions that have one are masked, so the "
-                "policy does not learn when to stop",
+                f"all {masked} end tokens are masked, so the policy does not learn when to stop",
                 "in the environment, set the mask of a sampled end token to the token itself",
             )
 
@@ -204,8 +203,7 @@ def _of_scores(env_id: int | None, seen: Counts) -> Iterator[Finding]:
         yield Finding(
             CheckName.INCONSISTENT_SCORES,
             env_id,
-            f"in {inconsistent} of {repeating} groups with equal completions, these "
-            "completions have different scores",
+            f"in {inconsistent} of {repeating} groups, equal completions have different scores",
             "check whether the environment scores a failed or NaN reward as a number, or assigns "
             "scores to the wrong completions. A grader that is random on purpose needs no change",
         )
@@ -233,8 +231,7 @@ def _of_equal_scores(env_id: int | None, recent: Sequence[_Seen]) -> Iterator[Fi
             yield Finding(
                 CheckName.EQUAL_SCORES,
                 env_id,
-                f"in each of the last {varied} groups with different completions, all completions "
-                "have one score, so the advantages are 0",
+                f"in the last {varied} groups, different completions have equal scores",
                 "check whether the environment gives a group's score to each of its completions. "
                 "If the scores are right, the prompts are too easy or too hard, or the reward does "
                 "not tell these completions apart",
@@ -247,8 +244,7 @@ def _of_beginning(env_id: int | None, seen: _Beginning) -> Finding:
     return Finding(
         CheckName.EQUAL_SCORES,
         env_id,
-        f"all {seen.completions} completions of the first {seen.batches} batches have the score "
-        f"{score:g}, so nothing is learnt",
+        f"all {seen.completions} completions of the first {seen.batches} batches score {score:g}",
         "try the reward with `env-server check`: does it find the answer where the model writes "
         "it, and does the row hold the right answer in the form that the reward compares? If the "
         "scores are right, the prompts are too easy or too hard for this model",

@@ -231,8 +231,7 @@ _TOKENS = (
     "let the environment send the token ids of the server's response, and not encode text again"
 )
 _PRECISION = (
-    "let the environment send inference_logprobs in float32, as the server returns them: rounding "
-    "to bfloat16 explains these differences"
+    "let the environment send inference_logprobs in float32: rounding to bfloat16 explains this"
 )
 
 

@@ -69,8 +69,7 @@ class SelfTest:
                 "Before the first step, the trainer computed a step without an update, and "
                 f"{len(problems)} of its results are wrong:\n"
                 + "\n".join(f"  - {problem}" for problem in problems)
-                + "\nNo weight was changed. If the trainer's code was changed, undo that change; "
-                "otherwise report this message"
+                + "\nNo weight was changed. Undo changes of the trainer's code, or report this"
             )
         log.info("self_test.passed")
 

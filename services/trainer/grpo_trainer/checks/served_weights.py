@@ -311,7 +311,6 @@ def require_written(optimizer: MasterOptimizer, step: int) -> None:
         raise ServedWeightsDiffer(
             f"{MISMATCH} After step {step}, {unwritten} of {len(optimizer.masters)} "
             "parameters in shared memory differ from the optimizer's result, so the server "
-            "serves wrong weights. The update was not written, or another process overwrote the "
-            "update. Stop all other processes that write to the shared memory, then start the "
-            "trainer again"
+            "serves wrong weights. The update was not written, or another process overwrote it. "
+            "Stop all other processes that write to the shared memory, then start again"
         )

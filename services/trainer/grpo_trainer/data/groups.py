@@ -228,8 +228,7 @@ def _check_ends(index: int, group: ScoredGroup, end_tokens: frozenset[int]) -> N
         raise UnusableGroup(
             UnusableReason.PROMPT_TRAINED,
             f"group {index}: all its sequences begin with the same end token, which is trained on, "
-            f"so it belongs to the prompt; in the environment, set masks to {MASKED} at every "
-            "prompt position",
+            f"so it belongs to the prompt; let the environment mask all of it with {MASKED}",
         )
     raise UnusableGroup(
         UnusableReason.TRAINED_AFTER_END,
@@ -267,8 +266,7 @@ def _check_advantages(index: int, group: ScoredGroup) -> None:
             raise UnusableGroup(
                 UnusableReason.ADVANTAGES,
                 f"group {index}, sequence {i}: {len(advantages)} advantages for {len(tokens)} "
-                "tokens; in the environment, set one for each token, prompt included, or one for "
-                "the whole sequence, or none",
+                "tokens; set one for each, prompt included, or one for the sequence, or none",
             )
 
 
@@ -320,9 +318,8 @@ def _check_prompts(index: int, group: ScoredGroup) -> None:
     if unmasked:
         raise UnusableGroup(
             UnusableReason.PROMPT_TRAINED,
-            f"group {index}: in {len(unmasked)} of {group.size} sequences, the first token, which "
-            "belongs to the prompt, is not masked; in the environment, set masks to "
-            f"{MASKED} at every prompt position",
+            f"group {index}: in {len(unmasked)} of {group.size} sequences, the first token is not "
+            f"masked; let the environment set the masks of all prompt tokens to {MASKED}",
         )
 
 

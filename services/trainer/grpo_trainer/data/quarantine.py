@@ -76,8 +76,7 @@ class Quarantine:
                 f"step {step}: the loss or the gradient norm was not finite for {MAX_IN_A_ROW} "
                 f"batches in a row ({error}). Inspect these batches in {self._directory}; a "
                 "restarted trainer skips these batches. If the batches are correct, the policy "
-                "has diverged: lower the learning rate, or name an older checkpoint, if there is "
-                "one, with --resume"
+                "has diverged: lower the learning rate, or --resume from an older checkpoint"
             ) from error
 
     def step_taken(self) -> None:

@@ -145,8 +145,7 @@ class ServerConnection:
     def did_not_return(self, what: str) -> LostServer:
         return LostServer(
             f"the inference server at {self.bridge.base_url} stopped and did not come back "
-            f"within {self.return_deadline_s:g} s ({what}); read the server's log, start the "
-            "server again, then start the trainer again"
+            f"within {self.return_deadline_s:g} s ({what}); read its log, then start both again"
         )
 
     def _socket(self, info: BridgeInfo) -> Path:

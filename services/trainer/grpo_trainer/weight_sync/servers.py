@@ -135,8 +135,7 @@ class ServerWatch:
                     f"--num-inference-nodes {count}: after {self.return_deadline_s:g} s, "
                     f"{len(serving)} inference servers of run {self.versions.run_id!r} serve "
                     f"({described(servers.values())}). Start the others with the trainer's "
-                    "--redis-url and --run-id; if they only need more time, raise "
-                    "--server-return-deadline-s"
+                    "--redis-url and --run-id, or raise --server-return-deadline-s"
                 )
             self.sleep(POLL_S)
 
@@ -153,9 +152,8 @@ class ServerWatch:
         elif self._return_deadline.has_passed:
             raise LostServer(
                 f"no inference server of run {self.versions.run_id!r} has served for "
-                f"{self.return_deadline_s:g} s ({described(servers.values())}). Read the log of "
-                "the server, start it again with the trainer's --redis-url and --run-id, then "
-                "start the trainer again"
+                f"{self.return_deadline_s:g} s ({described(servers.values())}). Read its log, "
+                "start it with the trainer's --redis-url and --run-id, then start the trainer again"
             )
 
     def incidents(self) -> Incidents:
@@ -251,8 +249,7 @@ class Publisher:
                 raise NotPublished(
                     f"policy version {tuple(announced.version)} is not served after "
                     f"{self.deadline_s:g} s ({described(servers.values())}). Read the server's "
-                    "log; if the server only needs more time, raise --publish-deadline-s. Then "
-                    "start the trainer again"
+                    "log, or raise --publish-deadline-s, then start the trainer again"
                 )
             watch.sleep(POLL_S)
             watch.confirm()

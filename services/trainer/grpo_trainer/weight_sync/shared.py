@@ -253,9 +253,8 @@ class SharedVllm(CheckedServer):
         if not info.weights_intact:
             raise TornWeights(
                 f"the previous trainer may have died while it was writing, so the server at "
-                f"{self.bridge.base_url} may hold part of an update. Either restart the server, "
-                "so that it loads its model files again, or resume the run from a checkpoint "
-                "(--resume auto)"
+                f"{self.bridge.base_url} may hold part of an update. Restart the server, so that "
+                "it loads its model files again, or resume from a checkpoint (--resume auto)"
             )
 
     def _check_is_about_the_session(self, error: Exception, version: PolicyVersion) -> None:
