@@ -138,7 +138,7 @@ def _introduction(rounds: int) -> list[str]:
         "weights that it trains; `grpo-demo` samples the next batch while it trains, so its "
         "completions have a staleness. TRL has the micro-batch size with which it is fastest. "
         "*limit*: the floating-point operations of our step, sampling included, at the highest "
-        "rate of float32 matrix products that all cores reached in the same run.",
+        "rate of float32 matrix products that one core reached in the same run, times the cores.",
         "",
         *host_facts(),
     ]

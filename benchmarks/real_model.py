@@ -186,7 +186,8 @@ def _about_loops() -> str:
         "step samples, grades and trains. TRL samples a batch with the weights that it trains; "
         "`grpo-demo` samples the next two while it trains. lora_only: rank 16 on q_proj and v_proj "
         "on both sides. *limit*: the floating-point operations of our step, sampling included, at "
-        "the highest rate of float32 matrix products that all cores reached in the same run."
+        "the highest rate of float32 matrix products that one core reached in the same run, times "
+        "the cores."
     )
 
 

@@ -18,6 +18,7 @@ import structlog
 import torch
 
 from benchmarks.report import verdict
+from grpo_core.cpu import CPU
 from grpo_tiny_model.model import default_cache_directory
 from grpo_trainer.telemetry.speed import product_rate
 
@@ -107,8 +108,10 @@ def step_flops(record: Mapping[str, float], of_sampling: float) -> float:
 
 
 def all_cores() -> Reading:
-    """FLOP/s of float32 matrix products on all cores: what limits a step, measured in turn."""
-    return {"rate": product_rate(torch.device("cpu"), torch.float32)}
+    """FLOP/s of float32 matrix products on all cores, measured in turn: those of one thread on each
+    core. Two threads of one product would also measure how other work makes them wait."""
+    torch.set_num_threads(1)
+    return {"rate": CPU.cores * product_rate(torch.device("cpu"), torch.float32)}
 
 
 def limit_s(found: Mapping[str, Sequence[Reading]]) -> float:
