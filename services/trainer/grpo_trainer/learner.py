@@ -70,6 +70,22 @@ class GradientStats:
         return sum(self.loss_parts)
 
 
+@dataclass(frozen=True)
+class Meanwhile:
+    """What the host does while a GPU computes the gradients of a step.
+
+    Args:
+        begun: called when a forward pass was launched, and its backward pass was not
+        known: called with the trained tokens when the last backward pass was launched
+    """
+
+    begun: Callable[[], None] = lambda: None
+    known: Callable[[TokenTable], object] = lambda _: None
+
+
+NOTHING = Meanwhile()
+
+
 def accumulate_gradients(
     policy: CausalLM,
     batch: Batch,
@@ -78,6 +94,7 @@ def accumulate_gradients(
     forward: ForwardPass = plain_forward,
     optimizer: MasterOptimizer | None = None,
     ranks: Ranks = ALONE,
+    meanwhile: Meanwhile = NOTHING,
 ) -> GradientStats:
     """Run forward and backward over the micro-batches; their gradients add up to the batch's.
 
@@ -100,7 +117,10 @@ def accumulate_gradients(
         with ranks.exchange("computing gradients"):
             for number, micro in enumerate(portion):
                 where = f"step {step}, micro-batch {number}" if ranks.count == 1 else None
-                found.add(*backward(policy, micro, objective, forward, dropouts, scale, where))
+                begun = meanwhile.begun
+                found.add(
+                    *backward(policy, micro, objective, forward, dropouts, scale, where, begun)
+                )
                 if optimizer is not None:
                     optimizer.gradients.gather()
         found.add_up(ranks)
@@ -110,8 +130,10 @@ def accumulate_gradients(
             optimizer.gradients.add_up(ranks)
     seen = values_of_all(found.seen, micro_batches, ranks)
     known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
+    tokens = TokenTable.of(known, seen)
+    meanwhile.known(tokens)
     norm = 0.0 if optimizer is None else optimizer.gradient_norm(step)
-    return GradientStats(found.loss_parts, found.sums, TokenTable.of(known, seen), norm)
+    return GradientStats(found.loss_parts, found.sums, tokens, norm)
 
 
 @dataclass(frozen=True)
@@ -145,14 +167,18 @@ class Learner:
         """The batch with the reference model's logprobs, if there is one."""
         return batch if self.reference is None else self.reference.added(batch, self.ranks)
 
-    def accumulate_once(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
+    def accumulate_once(
+        self, batch: Batch, objective: Objective, step: int, meanwhile: Meanwhile = NOTHING
+    ) -> GradientStats:
         """Run `accumulate_gradients` with this rank's part."""
         policy, forward = self.part or (self.policy, self.forward)
         return accumulate_gradients(
-            policy, batch, objective, step, forward, self.optimizer, self.ranks
+            policy, batch, objective, step, forward, self.optimizer, self.ranks, meanwhile
         )
 
-    def accumulate(self, batch: Batch, objective: Objective, step: int) -> GradientStats:
+    def accumulate(
+        self, batch: Batch, objective: Objective, step: int, meanwhile: Meanwhile = NOTHING
+    ) -> GradientStats:
         """Compute a batch's gradients, which the optimizer collects. A failed attempt is repeated
         once, because the machine may have caused it.
 
@@ -162,7 +188,7 @@ class Learner:
         for is_repeated in (False, True):
             try:
                 self.ranks.seed(self.settings.seed, step)
-                return self.accumulate_once(batch, objective, step)
+                return self.accumulate_once(batch, objective, step, meanwhile)
             except NonFiniteStep as error:
                 self.optimizer.gradients.clear()
                 if is_repeated:
@@ -253,6 +279,7 @@ def backward(
     dropouts: Sequence[nn.Dropout],
     scale: float,
     where: str | None,
+    begun: Callable[[], None],
 ) -> tuple[list[float], LossSums, TokenValues]:
     """Run forward and backward over a micro-batch; returns what `Totals.add` takes.
 
@@ -261,6 +288,7 @@ def backward(
         scale: multiplies the gradients
         where: names the micro-batch in an error. None: never raise, because the backward passes of
             several ranks wait for each other
+        begun: see `Meanwhile`
 
     Raises:
         NonFiniteLoss: the loss is NaN or infinite.
@@ -276,6 +304,7 @@ def backward(
     parts = step_loss(trained, on_device, objective)
     loss = parts.policy + parts.kl + parts.entropy
     arrived = _sent_to_host(parts, without_dropout)
+    begun()
     # Dropout is on again, because layers that are recomputed must repeat the forward pass.
     with dropout_on(dropouts):
         (scale * loss).backward()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -31,7 +31,7 @@ from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, Skipped
 from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import RolloutMismatch
-from grpo_trainer.learner import GradientStats, Learner, load_learner
+from grpo_trainer.learner import NOTHING, GradientStats, Learner, Meanwhile, load_learner
 from grpo_trainer.memory_plan import with_micro_batch
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import limits_of
@@ -40,7 +40,7 @@ from grpo_trainer.telemetry.metrics import StepOutcome
 from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps
 from grpo_trainer.telemetry.sinks import Recorder, begin_records, open_sinks
 from grpo_trainer.telemetry.speed import Speed
-from grpo_trainer.token_table import Distance
+from grpo_trainer.token_table import Distance, TokenTable
 from grpo_trainer.weight_sync.base import Published, WeightSync
 
 log = structlog.get_logger()
@@ -60,12 +60,12 @@ class Lead:
     saver: Saver
     coefficients: Coefficients
     provenance: ProvenanceLog
+    _fresh: Distance = field(init=False)
 
     def take(self, position: Position) -> Batch:
         """Wait for a batch of run-api, and send its micro-batches to the other ranks."""
         self.recorder.watch.begin()
         batch = self._awaited(position)
-        self.batches.request_next(position)
         self.learner.ranks.broadcast(BATCH_FOLLOWS)
         broadcast_batch(batch, self.learner.ranks)
         self.recorder.watch.fetched()
@@ -82,6 +82,7 @@ class Lead:
                     if not self.saver.release_batches():
                         raise full
                 case None:
+                    self._write()
                     with self.batches.suspended():
                         self.sync.recover_server()
 
@@ -99,16 +100,30 @@ class Lead:
         self.batches.quarantine.add(batch.batch_id, batch.received, position.step, error)
         return self._skip(batch.batch_id, position)
 
-    def check(self, batch: Batch, stats: GradientStats, position: Position) -> Distance:
-        """Compare the behaviour logprobs with the trainer's, before the update. Returns the
-        distance of those of fresh tokens.
+    def meanwhile(self, batch: Batch, position: Position) -> Meanwhile:
+        """While the gradients are computed: what is not needed before them, but keeps the
+        interpreter busy."""
+
+        def begun() -> None:
+            self.batches.request_next(position)
+            self._write()
+
+        return Meanwhile(begun, lambda tokens: self._check(batch, tokens, position))
+
+    def _write(self) -> None:
+        """Write what is known of the previous step, in threads."""
+        self.provenance.write()
+        self.recorder.write_rollouts()
+
+    def _check(self, batch: Batch, tokens: TokenTable, position: Position) -> None:
+        """Compare the behaviour logprobs with the trainer's, before the update.
 
         Raises:
             RolloutMismatch: the batch is in quarantine.
         """
         trained = PolicyVersion(position.epoch, position.step)
         try:
-            return self.checks.before_update(batch, stats.tokens, trained)
+            self._fresh = self.checks.before_update(batch, tokens, trained)
         except RolloutMismatch as error:
             self.batches.quarantine.add(batch.batch_id, batch.received, position.step, error)
             raise
@@ -132,7 +147,6 @@ class Lead:
         objective: Objective,
         inputs: StepInput,
         stats: GradientStats,
-        fresh: Distance,
         published: Published,
     ) -> Position:
         """Record the step that began at `position`, and save what is due. Returns the position
@@ -146,7 +160,7 @@ class Lead:
             quarantined_batches=self.batches.quarantine.since_step,
             failed_checks=self.checks.failed,
             gradients=stats,
-            fresh=fresh,
+            fresh=self._fresh,
             published=published,
             speed=self.recorder.speed,
             times=self.recorder.watch.times(published.seconds),
@@ -158,7 +172,8 @@ class Lead:
         self.coefficients.observe(divergence, sequences, batch.weights_entropy, position.step)
         # After the record: a checkpoint must not include a step that no record mentions.
         position = Position(position.step + 1, batch.batch_id, published.version.epoch)
-        self.learner.ranks.broadcast(self.saver.is_due(position))
+        if self.learner.ranks.broadcast(self.saver.is_due(position)):
+            self._write()
         self.saver.step_taken(position)
         return position
 
@@ -166,7 +181,7 @@ class Lead:
 @dataclass(frozen=True)
 class OtherRank:
     """A rank above 0: computes its portion of each batch. Its positions hold the step alone, and
-    its checks and publications have no result."""
+    its publications have no result."""
 
     learner: Learner
 
@@ -181,8 +196,8 @@ class OtherRank:
     def reject(self, _batch: Batch, position: Position, _error: GrpoError) -> Position:
         return position
 
-    def check(self, *_: object) -> Any:
-        return None
+    def meanwhile(self, *_: object) -> Meanwhile:
+        return NOTHING
 
     def finish_digests(self) -> None:
         self.learner.digests.finish()
@@ -233,6 +248,7 @@ def open_lead(
     learner = _with_micro_batch(load_learner(policy, settings, ranks), saved)
     provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
     recorder = Recorder(settings, sinks, Speed.measured(learner.policy, ranks))
+    stack.callback(recorder.write_rollouts)
     log.info("objective.chosen", name=settings.objective, **asdict(settings.resolved_objective))
     settings = learner.settings  # with what was chosen for the policy's device
     coefficients, bound = coefficients_of(settings), _bound(learner, saved)

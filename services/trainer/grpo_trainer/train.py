@@ -1,4 +1,4 @@
-"""The training loop: take → advantages → gradients → check → step → publish → record and save.
+"""The training loop: take → advantages → gradients and checks → step → publish → record and save.
 
 Every rank runs it: rank 0 as `Lead`, the others as `OtherRank`.
 """
@@ -74,16 +74,16 @@ def training_steps(role: Role, position: Position, stop: Stop) -> Iterator[Posit
             # Before the gradients, which draw random numbers and may change the loss scale.
             inputs = step_input(learner, objective, position.step, batch.batch_id)
             try:
-                stats = learner.accumulate(batch, objective, position.step)
+                meanwhile = role.meanwhile(batch, position)
+                stats = learner.accumulate(batch, objective, position.step, meanwhile)
             except NonFiniteStep as error:
                 position = role.reject(batch, position, error)
                 continue
-            fresh = role.check(batch, stats, position)
             role.finish_digests()  # of the master weights, which the next line changes
             learner.optimizer.step(position.step)
             learner.digests.begin()
             published = role.publish(position)
-            position = role.finish(position, batch, objective, inputs, stats, fresh, published)
+            position = role.finish(position, batch, objective, inputs, stats, published)
         yield position
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_core.tree.objectives import GRPO
-from grpo_trainer.learner import accumulate_gradients
+from grpo_core.tree.trainer_command import CommandLine
+from grpo_trainer.learner import Meanwhile, accumulate_gradients
 from grpo_trainer.losses import policy_loss
-from grpo_trainer.model.forward import FastForward
+from grpo_trainer.model.forward import FastForward, plain_forward
 from grpo_trainer.model.fused_head import EAGER
+from grpo_trainer.model.logprobs import TokenValues
+from grpo_trainer.optim.master_optimizer import build_optimizer
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.groups import inputs_of
 
@@ -51,3 +56,30 @@ def test_penalty_and_bonus_count_with_their_weights_over_all_micro_batches() -> 
     )
     only_logged = accumulate_gradients(policy, batch, replace(objective, kl_in="reward"), 0)
     assert abs(only_logged.loss - found.loss) > 0.01
+
+
+def test_the_host_works_before_it_waits_for_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, batch = qwen(), ragged_batch(tokens=12)
+    settings = CommandLine.model_validate({"model": "m", "mode": "shared_vllm"}).settings()
+    optimizer, done = build_optimizer(policy, settings), list[str]()
+
+    def forward(*inputs: Any) -> TokenValues:
+        done.append("forward")
+        return plain_forward(*inputs)
+
+    def norm(step: int) -> float:
+        done.append("norm")
+        return float(step)
+
+    def backward(_: Tensor) -> None:
+        done.append("backward")
+
+    policy.lm_head.weight.register_post_accumulate_grad_hook(backward)
+    monkeypatch.setattr(optimizer, "gradient_norm", norm)
+    meanwhile = Meanwhile(
+        begun=lambda: done.append("begun"),
+        known=lambda tokens: done.append(f"{len(tokens)} tokens known"),
+    )
+    stats = accumulate_gradients(policy, batch, GRPO, 0, forward, optimizer, meanwhile=meanwhile)
+    passes = ["forward", "begun", "backward"] * len(batch.micro_batches)
+    assert done == [*passes, f"{len(stats.tokens)} tokens known", "norm"]

@@ -93,6 +93,7 @@ class BatchSource:
         self._clock = clock
         self._environments = EnvironmentWatch(settings.environment_return_deadline_s, clock)
         self._ahead: _Prepared | None = None  # the batch that `api.poll` returns next
+        self._is_requested = False
         self._has_named_unused = False
         self._waiting: Deadline | None = None
         self._fresh_data: Deadline | None = None
@@ -157,6 +158,7 @@ class BatchSource:
 
     def _taken(self, leased: LeasedBatch, step: int) -> Batch | SkippedBatch:
         prepared, self._ahead = self._ahead or self._prepared(leased), None
+        self._is_requested = False
         assert prepared.leased is leased, "`poll` returned another batch than it prepared"
         usable, found = self._filtered(prepared, step)
         self._dropped["repeated"] = 0  # counted of this batch alone, not of skipped ones
@@ -184,10 +186,12 @@ class BatchSource:
 
     def request_next(self, position: Position) -> None:
         """Request the batch after the one that was taken at `position`, so that it arrives and is
-        prepared while that one is trained on. The last batch is not: environments exit once it is
-        leased, and a rejected batch before it could not be replaced."""
+        prepared while that one is trained on; once, however often it is called. The last batch is
+        not: environments exit once it is leased, and a rejected batch before it could not be
+        replaced."""
         left = self.settings.steps - position.step
-        if left > 2:
+        if left > 2 and not self._is_requested:
+            self._is_requested = True
             self.api.request_ahead(left - 1, self.prepare_ahead)
 
     def prepare_ahead(self, leased: LeasedBatch) -> None:

@@ -2,8 +2,9 @@
 
 A version without digests (see `WeightDigests`) is recorded once more, with them, if it is saved.
 
-A thread writes the batch while the weights' digests are computed; both are finished before the next
-update and before a checkpoint. A batch that cannot be written never ends the run.
+A thread writes the batch while the next step's gradients are computed, and the weights' digests;
+all are finished before the next update and before a checkpoint. A batch that cannot be written
+never ends the run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ class ProvenanceLog:
         # of the whole master weights
         self._facts = facts_of(shapes_of(learner.policy), learner.optimizer.masters[0].dtype)
         self._parent: Parent | None = None
+        self._due: Callable[[], None] | None = None
         self._later: Build | None = None
         self._batch: Future[str | None] | None = None
         self._written: Future[None] | None = None
@@ -77,7 +80,8 @@ class ProvenanceLog:
         self._thread, self._appends = ThreadPoolExecutor(1, "provenance"), threading.Lock()
 
     def close(self) -> None:
-        """Wait for the thread."""
+        """Write what is due, and wait for the thread."""
+        self.write()
         self._thread.shutdown()
 
     def start(
@@ -130,6 +134,23 @@ class ProvenanceLog:
         gradients: GradientStats,
         published: Published,
     ) -> None:
+        """Record a publication, from the next call of `write` on."""
+        self._due = partial(self._record_step, step_input, batch, gradients, published)
+
+    def write(self) -> None:
+        """Write what is due, in the thread. While this process launches the work of a GPU, the
+        thread would take the interpreter from it."""
+        if (due := self._due) is not None:
+            self._due = None
+            due()
+
+    def _record_step(
+        self,
+        step_input: StepInput,
+        batch: Batch,
+        gradients: GradientStats,
+        published: Published,
+    ) -> None:
         """Record a publication once its digests, which were begun, and its batch are known."""
         recorded = RecordedBatch(step_input, [*batch.groups])
         self._batch = self._thread.submit(self._write_batch, recorded) if self._keep else None
@@ -151,6 +172,7 @@ class ProvenanceLog:
         Raises:
             CheckpointNotSaved: it could not be written.
         """
+        self.write()
         if (build := self._later) is not None:
             digests, self._later = self._learner.digests.finish(), None
             self._written = self._thread.submit(self._write, build, lambda: digests)

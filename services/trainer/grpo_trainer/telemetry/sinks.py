@@ -183,6 +183,7 @@ class Recorder:
         self._sinks = sinks
         self._ranges = RangeWatch()
         self._totals = RunTotals()
+        self._rollouts: StepRollouts | None = None
         self.watch = StepWatch(enter=sinks.enter)
 
     def record(self, outcome: StepOutcome) -> None:
@@ -192,11 +193,17 @@ class Recorder:
         log.info("step.finished", **shown)
         self._sinks.write(record)
         batch, epoch = outcome.batch, outcome.published.version.epoch
-        self._sinks.write_rollouts(
-            StepRollouts(outcome.trained.step + 1, epoch, batch, outcome.gradients.tokens)
+        self._rollouts = StepRollouts(
+            outcome.trained.step + 1, epoch, batch, outcome.gradients.tokens
         )
         self._ranges.look(record)
         self._totals.add(record, outcome.published.is_served)
+
+    def write_rollouts(self) -> None:
+        """Those of the last record, before the next one. See `ProvenanceLog.write`."""
+        if self._rollouts is not None:
+            self._sinks.write_rollouts(self._rollouts)
+            self._rollouts = None
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """To the experiment trackers; the run that evaluates keeps its own file.

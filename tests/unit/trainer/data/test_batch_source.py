@@ -146,13 +146,16 @@ def taken_from(source: BatchSource) -> Batch:
     return taken
 
 
-def test_the_next_batch_is_requested_unless_it_is_the_last_one() -> None:
-    source = source_of([], under=[])
+def test_the_next_batch_is_requested_once_unless_it_is_the_last_one() -> None:
+    source = source_of([[good(1)]], under=[YOUNG])
     requested: list[int] = []
     source.api.request_ahead = lambda left, _: requested.append(left)
-    for step in range(AT.step, source.settings.steps):
+    for step in (AT.step, *range(AT.step, source.settings.steps)):
         source.request_next(replace(AT, step=step))
     assert requested == [2]
+    taken_from(source)
+    source.request_next(AT)
+    assert requested == [2, 2]
 
 
 def test_a_batch_prepared_ahead_is_collated_again_only_if_a_group_became_stale() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.errors import LeasesFull
 from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.verify import verify
+from grpo_core.rollouts.files import ROLLOUTS, steps_in
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.wire.run_api import RunStatus
@@ -108,6 +109,27 @@ def train_parts(model: Path, saved: Path, options: dict[str, Any], ranks: Ranks 
                 assert [position.step for position in training_steps(*opened, Stop())][-1] == steps
         (saved / f"ended-{steps}-{ranks.index}").touch()
     assert not ranks.leads or (queue.full_before, queue.acknowledged) == (set(), queue.given)
+
+
+def test_the_files_of_a_step_are_written_while_the_next_one_is_computed(tmp_path: Path) -> None:
+    @contextlib.contextmanager
+    def weights(settings: TrainerSettings) -> Iterator[WeightsInProcess]:
+        yield WeightsInProcess(settings, samples=True)
+
+    def published() -> list[int]:
+        return [one.version.step for one in Provenance.of(run).publications]
+
+    run, queue = tmp_path / "run", Queue(full_before=())
+    settings = settings_of(model_directory(tmp_path / "model"), run, 4, {"state_interval": 0})
+    with open_run(settings, cast(Any, queue), weights) as opened:
+        assert opened is not None
+        steps = training_steps(*opened, Stop())
+        assert next(steps).step == 1
+        assert (published(), steps_in(run / ROLLOUTS)) == ([0], [])
+        assert next(steps).step == 2
+        assert published() == [0, 1]
+    assert published() == [0, 1, 2]
+    assert [*steps_in(run / ROLLOUTS)] == [1, 2]
 
 
 def _work(rank: int, model: Path, saved: Path, options: dict[str, Any]) -> None:
