@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import structlog
+import torch
 
 from grpo_core.errors import GrpoError, LeasesFull
 from grpo_core.provenance.batches import StepInput
@@ -34,7 +35,7 @@ from grpo_trainer.errors import RolloutMismatch
 from grpo_trainer.learner import NOTHING, GradientStats, Learner, Meanwhile, load_learner
 from grpo_trainer.memory_plan import with_micro_batch
 from grpo_trainer.model.logprobs import tolerance_of
-from grpo_trainer.model.policy import limits_of
+from grpo_trainer.model.policy import device_of, limits_of
 from grpo_trainer.ranks import BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
 from grpo_trainer.telemetry.metrics import StepOutcome
 from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps
@@ -134,7 +135,9 @@ class Lead:
 
     def publish(self, position: Position) -> Published:
         """Write the new master weights into the policy, and bring them to the server."""
-        optimizer = self.learner.optimizer
+        optimizer, device = self.learner.optimizer, device_of(self.learner.policy)
+        if device.type == "cuda":  # otherwise the update would count as publication
+            torch.cuda.synchronize(device)
         self.recorder.watch.updated()
         published = self.sync.publish(optimizer, position.step + 1)
         self.checks.after_update(optimizer, position.step)
