@@ -192,7 +192,7 @@ class OwnAdvantages(vf.Rubric):
         ("absent-env", {}, None, "no module absent_env"),
         ("one_digit_sums", {"args": {"level": 2}}, None, "unexpected keyword argument 'level'"),
         ("one_digit_sums", {"data": "rows.jsonl", "system_prompt": "x"}, None,
-         "--data, --system-prompt cannot be used"),
+         "omit --data, --system-prompt, and use --task-args"),
         ("made", {}, lambda: SimpleNamespace(env_id="x", env_args={"a": 1}),
          "returned SimpleNamespace; expected a verifiers.Environment"),
         ("made", {}, lambda: vf.SingleTurnEnv(

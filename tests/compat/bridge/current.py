@@ -147,7 +147,7 @@ def test_tasks_without_end_need_a_limit() -> None:
             {"args": {"agent": {"retries": {"max_retries": 1}}}},
             "repeats failed rollouts",
         ),
-        ("one_digit_sums", {"eval_data": "rows.jsonl"}, "--eval-data cannot be used"),
+        ("one_digit_sums", {"eval_data": "rows.jsonl"}, "omit --eval-data, and use --task-args"),
         ("classic", {}, "load_environment, which verifiers .* no longer supports.*'verifiers<0.4'"),
     ],
 )
