@@ -55,7 +55,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--model m --mode lora_only --lora-layer-indices 3-1": "--lora-layer-indices: ",
         "--model m --mode none --train-layer-indices 3-1": "--train-layer-indices: ",
         "--model m --mode lora_only --master-dtype bfloat16": (
-            "--master-dtype: mode lora_only trains an adapter, which must be in float32"
+            "--master-dtype: mode lora_only trains an adapter, whose master weights must be"
         ),
         "--model m --mode none --world-size 2 --fsdp --optimizer adafactor": (
             "--fsdp: needs --optimizer adamw"

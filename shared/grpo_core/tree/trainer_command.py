@@ -225,7 +225,8 @@ class CommandLine(
             yield Mistake("adapter_sync_interval", problem)
         if self.master_dtype == "bfloat16" and issubclass(kind, LoraSettings):
             yield Mistake(
-                "master_dtype", f"mode {self.mode} trains an adapter, which must be in float32"
+                "master_dtype",
+                f"mode {self.mode} trains an adapter, whose master weights must be in float32",
             )
         if self.num_inference_nodes and self.mode == "shared_vllm":
             problem = "mode shared_vllm trains the memory of one server; pass 0 or another --mode"

@@ -1,4 +1,4 @@
-"""Adds a float32 LoRA adapter (arXiv 2106.09685) to a frozen model."""
+"""Adds a LoRA adapter (arXiv 2106.09685) to a frozen model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ALL_LINEAR = "all-linear"
 def with_adapter(model: CausalLM, lora: LoraOptions) -> CausalLM:
     """Freeze `model` and add an adapter that changes nothing yet (B = 0).
 
-    The adapter is always in float32, because its updates are small compared with its weights.
+    The adapter is in the model's data type, as in the server, so both compute with the same
+    numbers. Small updates are not lost, because its master weights are in float32.
 
     Raises:
         PolicyMismatch: the model has no such modules or layers; lists all of them.
@@ -39,7 +40,7 @@ def with_adapter(model: CausalLM, lora: LoraOptions) -> CausalLM:
         layers_to_transform=None if lora.layers is None else list(lora.layers),
         bias="none",
     )
-    adapted: CausalLM = get_peft_model(model, config, autocast_adapter_dtype=True)
+    adapted: CausalLM = get_peft_model(model, config, autocast_adapter_dtype=False)
     return adapted
 
 

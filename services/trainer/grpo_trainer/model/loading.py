@@ -137,7 +137,7 @@ class TrainedWeights:
         return WeightKind.CHECKPOINT if self.lora is None else WeightKind.ADAPTER
 
     def load(self, dtype: torch.dtype, device: torch.device = HOST) -> CausalLM:
-        """Load the untrained policy onto `device`; weights that are not trained are in `dtype`.
+        """Load the untrained policy onto `device`, in `dtype`.
 
         Raises:
             PolicyMismatch: the options do not fit the model.
@@ -146,15 +146,14 @@ class TrainedWeights:
         from transformers import AutoModelForCausalLM
 
         import_architecture(self.model_name)
-        name = self.model_name
+        name, type_name = self.model_name, str(dtype).removeprefix("torch.")
         policy: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
-        log.info(
-            "model.loaded",
-            model=name,
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(device),
-        )
-        return policy if self.lora is None else with_adapter(policy, self.lora)
+        log.info("model.loaded", model=name, dtype=type_name, device=str(device))
+        if self.lora is None:
+            return policy
+        adapted = with_adapter(policy, self.lora)
+        log.info("adapter.added", r=self.lora.r, products=type_name)
+        return adapted
 
     def write(self, policy: CausalLM, target: Path, with_tokenizer: bool = False) -> None:
         """Write the model or adapter, completely or not at all. A server that has the model's
@@ -263,7 +262,7 @@ def _generation_config_file(model_name: str) -> Path | None:
 
 
 def write_adapter(policy: CausalLM, directory: Path) -> None:
-    """Write the adapter's weights in float32, and its configuration, in PEFT's format."""
+    """Write the adapter's weights, in their data type, and its configuration, in PEFT's format."""
     # The default "auto" would ask the model hub whether the vocabulary has grown. It never grows
     # here.
     save_pretrained(policy, directory, save_embedding_layers=False)

@@ -204,8 +204,7 @@ def build_optimizer(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         update=build_update(settings, parameters),
-        # Even an adapter in float32 needs it, because its gradients pass through a float16 model.
-        scales_loss=any(p.dtype == torch.float16 for p in policy.parameters()),
+        scales_loss=any(p.dtype == torch.float16 for p in parameters),
         adam=Adam(settings.adam_beta1, settings.adam_beta2, settings.adam_eps),
     )
 

@@ -26,11 +26,19 @@ from tests.unit.trainer.tiny_policy import model_directory
 
 
 class Trainer:
-    """Built like in `start.start_run`, from the same seed."""
+    """Built like in `start.start_run`, from the same seed.
 
-    def __init__(self, chosen: TrainerSettings, dtype: torch.dtype) -> None:
+    Args: of_adapter: its data type; None: the model's
+    """
+
+    def __init__(
+        self, chosen: TrainerSettings, dtype: torch.dtype, of_adapter: torch.dtype | None = None
+    ) -> None:
         torch.manual_seed(chosen.seed)
+        self.chosen = chosen
         self.policy = TrainedWeights(chosen.model, chosen.lora).load(dtype).eval()
+        for parameter in trained_parameters(self.policy).values():
+            parameter.data = parameter.detach().to(of_adapter or dtype)
         self.optimizer = build_optimizer(self.policy, chosen)
 
     def take(self, steps: range) -> list[tuple[float, float]]:
@@ -44,37 +52,65 @@ class Trainer:
             logprobs_of(self.policy, [1, 2, 3])  # a check draws no random number
         return taken
 
+    def save(self, store: StateStore) -> None:
+        position = Position(step=2, batch_id=2, epoch=1)
+        frozen = checksum_of_untrained(self.policy, self.chosen)
+        record = capture(self.policy, self.optimizer, self.chosen, position, "r", frozen)
+        store.save(record, self.optimizer.tensors(list(record.parameters)))
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, tmp_path: Path) -> None:
-    chosen = CommandLine(
+    def resume(self, store: StateStore) -> None:
+        saved = store.newest()
+        assert saved is not None
+        require_fit(saved.record, self.policy, self.chosen, "here")
+        saved.load(self.policy, self.optimizer)
+        self.optimizer.write_into_parameters()
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> TrainerSettings:
+    return CommandLine(
         model=str(model_directory(tmp_path / "model")),
         mode="lora_only",
         lr=0.01,
         lora_dropout=0.3,
         lora_r=4,
     ).settings()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_resumed_run_is_the_uninterrupted_one(
+    dtype: torch.dtype, chosen: TrainerSettings, tmp_path: Path
+) -> None:
     alone = Trainer(chosen, dtype)
     store = StateStore(tmp_path / "saved")
     alone.take(range(2))
-    position = Position(step=2, batch_id=2, epoch=1)
-    frozen = checksum_of_untrained(alone.policy, chosen)
-    record = capture(alone.policy, alone.optimizer, chosen, position, "r", frozen)
-    store.save(record, alone.optimizer.tensors(list(record.parameters)))
+    alone.save(store)
     expected = alone.take(range(2, 4))
     scales = alone.optimizer.loss_scale
     assert (scales is not None) == (dtype is torch.float16)
 
     torch.manual_seed(99)
     again = Trainer(chosen, dtype)
-    saved = store.newest()
-    assert saved is not None
-    require_fit(saved.record, again.policy, chosen, "here")
-    saved.load(again.policy, again.optimizer)
-    again.optimizer.write_into_parameters()
+    again.resume(store)
     assert again.take(range(2, 4)) == expected
     if scales is not None:
         assert again.optimizer.loss_scale is not None
         assert again.optimizer.loss_scale.record == scales.record
     weights = [trained_parameters(trainer.policy).values() for trainer in (again, alone)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*weights, strict=True))
+
+
+def test_a_run_whose_adapter_was_in_float32_goes_on_from_its_master_weights(
+    chosen: TrainerSettings, tmp_path: Path
+) -> None:
+    earlier = Trainer(chosen, torch.bfloat16, of_adapter=torch.float32)
+    earlier.take(range(2))
+    earlier.save(store := StateStore(tmp_path / "saved"))
+    again = Trainer(chosen, torch.bfloat16)
+    again.resume(store)
+    parameters = trained_parameters(again.policy).values()
+    masters = zip(again.optimizer.masters, earlier.optimizer.masters, parameters, strict=True)
+    for mine, theirs, parameter in masters:
+        assert torch.equal(mine, theirs)
+        assert torch.equal(parameter, theirs.bfloat16())
+    again.take(range(2, 3))
