@@ -76,10 +76,10 @@ class Alert:
     name: str
     meaning: str
     advice: str
-    severity: Severity
     measure: str
     promql: str
     threshold: float
+    severity: Severity = Severity.WARNING
     above: bool = True
     hold_s: float = 0.0
     over_s: float = 0.0
@@ -138,8 +138,7 @@ def _grown(
 ) -> Alert:
     """A warning about a total that grew by more than the threshold in the last ten minutes."""
     promql = _largest(f"increase({metric}[{TEN_MINUTES_S / 60:g}m])")
-    severity, over_s = Severity.WARNING, TEN_MINUTES_S
-    return Alert(name, meaning, advice, severity, measure, promql, threshold, over_s=over_s)
+    return Alert(name, meaning, advice, measure, promql, threshold, over_s=TEN_MINUTES_S)
 
 
 ALERTS: tuple[Alert, ...] = (
@@ -148,7 +147,6 @@ ALERTS: tuple[Alert, ...] = (
         "The trainer has finished no step for 15 minutes.",
         "look at the newest lines of the logs of trainer and environments: a trainer that waits "
         "for a batch gets no groups, so see why environments send none",
-        Severity.CRITICAL,
         "since_step_s",
         # Also of a trainer that has ended, but not of one that has not begun its first step.
         _until_the_end(
@@ -157,19 +155,20 @@ ALERTS: tuple[Alert, ...] = (
             _known,
         ),
         900,
+        severity=Severity.CRITICAL,
         unit="s",
     ),
     Alert(
         "run-api-gone",
         "run-api does not answer, so trainer and environments wait.",
         "look at the end of run-api's log, and start run-api again: its state is in Redis",
-        Severity.CRITICAL,
         "run_api_answers",
         _until_the_end(
             f"(count by ({RUN}) (run_api_redis_up) or 0 * {_earlier('run_api_redis_up')})",
             _known,
         ),
         1,
+        severity=Severity.CRITICAL,
         above=False,
         hold_s=60,
     ),
@@ -178,7 +177,6 @@ ALERTS: tuple[Alert, ...] = (
         "A group has been in the queue for 30 minutes.",
         "check that a trainer runs and takes batches; if it does, run-api cannot form a batch: "
         "compare --batch-size with the group sizes and weights of the environments",
-        Severity.WARNING,
         "oldest_queued_group_s",
         _until_the_end(_largest("run_api_oldest_queued_group_age_seconds")),
         1800,
@@ -189,7 +187,6 @@ ALERTS: tuple[Alert, ...] = (
         "A batch has not been acknowledged for two hours, so a killed trainer repeats its steps.",
         "check that the trainer runs and can write to --save-path, or save more often with "
         "--checkpoint-interval",
-        Severity.WARNING,
         "oldest_lease_s",
         _largest("run_api_oldest_lease_age_seconds"),
         7200,
@@ -199,7 +196,6 @@ ALERTS: tuple[Alert, ...] = (
         "groups-dropped",
         "Nine of ten groups are dropped because all their scores are equal.",
         DROPPED_ADVICE,
-        Severity.WARNING,
         "dropped_share",
         _until_the_end(_largest("grpo_environment_dropped_share")),
         MOST_DROPPED,
@@ -208,7 +204,6 @@ ALERTS: tuple[Alert, ...] = (
         "staleness-high",
         "The policy is trained on rollouts that are more than 4 steps old on average.",
         "lower --max-batches-offpolicy or --max-concurrent-groups of the environments",
-        Severity.WARNING,
         "staleness_mean",
         _largest("grpo_trainer_staleness_mean"),
         4,
@@ -219,10 +214,10 @@ ALERTS: tuple[Alert, ...] = (
         "no-environment",
         "No environment is connected, so no new groups arrive.",
         "look at the end of the environment's log, and start an environment again",
-        Severity.CRITICAL,
         "environments_alive",
         _until_the_end(_largest("run_api_environments_alive")),
         1,
+        severity=Severity.CRITICAL,
         above=False,
         hold_s=120,
     ),
@@ -231,12 +226,12 @@ ALERTS: tuple[Alert, ...] = (
         "Fewer inference servers run than within the last hour.",
         "if nobody stopped one, look at the end of its log and start the server again; the run "
         "goes on with the others",
-        Severity.CRITICAL,
         "servers_gone",
         _until_the_end(
             f"{_largest('max_over_time(run_api_servers[1h])')} - {_largest('run_api_servers')}"
         ),
         0,
+        severity=Severity.CRITICAL,
         hold_s=60,
     ),
     _grown(
@@ -289,10 +284,10 @@ ALERTS: tuple[Alert, ...] = (
         "Redis does not answer run-api.",
         "look at Redis' log, and start Redis again on the same directory: nothing acknowledged "
         "is lost",
-        Severity.CRITICAL,
         "redis_answers",
         f"min by ({RUN}) (run_api_redis_up)",
         1,
+        severity=Severity.CRITICAL,
         above=False,
         hold_s=30,
     ),
@@ -301,7 +296,6 @@ ALERTS: tuple[Alert, ...] = (
         "Redis' append-only file takes more than 75 % of its disk space.",
         "enlarge the disk, or lower --max-queued-bytes and --max-leased-bytes of run-api: Redis "
         "ends when its disk is full, and loses nothing that it has acknowledged",
-        Severity.WARNING,
         "redis_disk_share",
         _largest("run_api_redis_append_only_file_bytes / run_api_redis_disk_bytes"),
         REDIS_DISK_SHARE,
@@ -310,7 +304,6 @@ ALERTS: tuple[Alert, ...] = (
         "disk-low",
         "Less than 2 GB are free where the trainer writes its checkpoints.",
         "free disk space, or keep fewer checkpoints with --keep-checkpoints",
-        Severity.WARNING,
         "disk_free_bytes",
         f"min by ({RUN}) (grpo_trainer_disk_free_bytes)",
         2e9,
