@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Packs vLLM and the requirements of our packages for a GPU host without network. See docs/how-to/gpu-host.md.
 #
-#   scripts/gpu/bundle.sh DIR [PART_MB]
+#   scripts/gpu/bundle.sh DIR [PART_MB [CAPABILITY]]
 #
 # Writes DIR/part-00, part-01, ... of PART_MB (default: 50) MB each, their checksums, install.sh and the files
 # that install.sh reads. Runs on any Linux machine with access to a package index; the wheels are chosen for the
-# GPU host. PYTHON names an interpreter with pip and packaging (default: python3).
+# GPU host. With CAPABILITY, for example 90 for an H100 or an H200, code for other GPUs is left out. PYTHON names
+# an interpreter with pip and packaging (default: python3).
 set -euo pipefail
 
-dir=${1:?usage: bundle.sh DIR [PART_MB]}
+dir=${1:?usage: bundle.sh DIR [PART_MB [CAPABILITY]]}
 part_mb=${2:-50}
+capability=${3:-}
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 
@@ -36,7 +38,7 @@ trap 'rm -rf "$wheels"' EXIT
 "$python" "$here/check_wheels.py" pack "$wheels"
 
 echo "packing: a few minutes"
-"$python" "$here/pack_wheels.py" "$wheels" |
+"$python" "$here/pack_wheels.py" "$wheels" ${capability:+"$capability"} |
   split --bytes "${part_mb}MB" --numeric-suffixes - "$dir/part-"
 cp "$here"/{install.sh,check_wheels.py,host-has.txt,left-out.txt} "$dir"
 (cd "$dir" && sha256sum part-* >parts.sha256.new && mv parts.sha256.new parts.sha256)

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tomllib
@@ -150,6 +151,32 @@ def test_a_bundle_of_one_wheel_is_installed_once_every_part_is_whole(tmp_path: P
     assert call("bash", parts / "install.sh", parts, site).returncode == 0
     program = "import tiny; print(tiny.ANSWER)"
     assert call(sys.executable, "-c", program, PYTHONPATH=str(site)).stdout == "42\n"
+
+
+MACHINE_CODE, PTX = 2, 1
+
+
+def container(*entries: tuple[int, int, bytes]) -> bytes:
+    """CUDA code for several GPUs: kinds, compute capabilities, and the code itself."""
+    held = b"".join(
+        struct.pack("<HHIQ12xI32x", kind, 0x101, 64, len(code), capability) + code
+        for kind, capability, code in entries
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(held)) + held
+
+
+def test_a_bundle_for_one_gpu_holds_its_machine_code_or_what_can_be_compiled_for_it() -> None:
+    from scripts.gpu.pack_wheels import without_other_code
+
+    own, ptx, other = (MACHINE_CODE, 90, b"own"), (PTX, 80, b"ptx"), (MACHINE_CODE, 100, b"b200")
+    older = (MACHINE_CODE, 80, b"older")
+    whole = [(older, own, other, ptx), (older, ptx), (other,), (own, own)]
+    kept = [(own,), (ptx,), (other,), (own, own)]
+    pairs = [(container(*a), container(*b)) for a, b in zip(whole, kept, strict=True)]
+    library = b"code before" + b"between".join(before for before, _ in pairs) + b"and after"
+    expected = [after.ljust(len(before), b"\0") for before, after in pairs]
+    found = without_other_code(library, 90)
+    assert found == b"code before" + b"between".join(expected) + b"and after"
 
 
 def test_shellcheck_finds_nothing() -> None:
