@@ -208,9 +208,7 @@ def _show_progress(log: FollowedFile, screen: Screen) -> None:
     for line in log.new_lines():
         if PROGRESS in line:
             of = {name: int(number) for name, number in _FIELD.findall(line)}
-            screen.line(
-                f"  {of['done']} of {of['items']} items, about {of['left_s']} s left", "dim"
-            )
+            screen.line(f"  {of['done']} of {of['items']} items, ~{of['left_s']} s left", "dim")
 
 
 def evaluation_job(

@@ -53,9 +53,7 @@ def read_jobs(sweep: Path) -> list[Job]:
     """
     jobs = [_job(path) for path in sweep.glob(f"*/{JOB_FILE}")]
     if not jobs:
-        raise NoSweep(
-            f"{sweep} holds no jobs; name a sweep, for example multirun/2026-01-31/12-00-00"
-        )
+        raise NoSweep(f"{sweep} holds no jobs; name a sweep, such as multirun/2026-01-31/12-00-00")
     jobs.sort(key=lambda job: (len(job.directory), job.directory))  # by Hydra's numbers
     return sorted(jobs, key=lambda job: (job.score is None, -(job.score or 0.0)))
 

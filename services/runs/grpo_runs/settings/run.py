@@ -117,9 +117,7 @@ class RunSettings(LaunchOptions):
         yield from self._mistakes_of_servers()
         if not self.starts_all:
             if self.port == self.health_port:
-                yield Mistake(
-                    None, f"--port and --health-port are both {self.port}; change one of them"
-                )
+                yield Mistake(None, f"--port and --health-port are both {self.port}; change one")
             for name in type(self).model_fields:
                 if name not in self.model_fields_set:
                     continue

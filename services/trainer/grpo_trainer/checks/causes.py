@@ -57,9 +57,7 @@ class Cause(StrEnum):
         "logarithms, as the server returns them"
     )
     ROUNDED = "inference_logprobs are rounded to bfloat16: let the environment send them in float32"
-    PROMPT_TRAINED = (
-        "prompt tokens are trained on: check the environment's masks, -100 at prompt positions"
-    )
+    PROMPT_TRAINED = "prompt tokens are trained on: check the masks, -100 at prompt positions"
     TRAINING_PASS = (
         "the trainer's training pass computes other logprobs than a plain forward pass with the "
         "same weights: check that dropout is off, then pass --packing off and --fused-head off"
@@ -195,9 +193,7 @@ def mismatch_report(
         verdict = f"Likely cause: {best[0].cause}."
     elif not isinstance(server, float):
         causes = "; ".join(f"({i}) {cause}" for i, cause in enumerate(Cause, start=1))
-        verdict = (
-            f"None of these assumptions explains the difference. Check in this order: {causes}."
-        )
+        verdict = f"None of these assumptions explains the difference. Check in order: {causes}."
     # Both sides agree on these tokens now, so the difference is in what the group states.
     elif found.mean < _SMALL_MOVEMENT and found.max < _LARGEST_MOVEMENT:
         verdict = f"Likely cause: {Cause.VERSION}. If the versions are right: {Cause.OTHER_TOKENS}."

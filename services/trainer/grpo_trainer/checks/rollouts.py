@@ -227,12 +227,8 @@ far below it. Measured with SmolLM2-135M: 2e-5 in float32 (tolerance 2e-4), 0.4 
 (tolerance 0.25). A token that was not sampled differs by several nats."""
 BFLOAT16_STEP = 2.0**-8
 """Largest relative difference between a number and its rounding to bfloat16."""
-_TOKENS = (
-    "let the environment send the token ids of the server's response, and not encode text again"
-)
-_PRECISION = (
-    "let the environment send inference_logprobs in float32: rounding to bfloat16 explains this"
-)
+_TOKENS = "send the token ids of the server's response, and do not encode text again"
+_PRECISION = "let the environment send float32 logprobs: rounding to bfloat16 explains this"
 
 
 def single_tokens(env_id: int | None, fresh: TokenTable, tolerance: float) -> Iterator[Finding]:

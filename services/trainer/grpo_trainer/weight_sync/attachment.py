@@ -71,9 +71,7 @@ class ServerConnection:
     @property
     def attachment(self) -> Attachment:
         if self._attachment is None:
-            raise WeightSyncError(
-                "the trainer is not attached to the server; call load_policy() first"
-            )
+            raise WeightSyncError("the trainer is not attached; call load_policy() first")
         return self._attachment
 
     def attach(self, deadline_s: float | None = None) -> Attachment:

@@ -396,13 +396,9 @@ def _require_server(url: str, info: BridgeInfo, kind: WeightKind, run_id: str) -
             f"the server's --run-id is {info.run_id!r}, but the trainer's is {run_id!r}: omit it"
         )
     if kind is WeightKind.ADAPTER and not info.lora_enabled:
-        problems.append(
-            "the server accepts no adapters: start it with --enable-lora --max-lora-rank R"
-        )
+        problems.append("it accepts no adapters: start it with --enable-lora --max-lora-rank R")
     if kind is WeightKind.CHECKPOINT and info.lora_enabled:
-        problems.append(
-            "the server accepts adapters, not whole models: start the server without --enable-lora"
-        )
+        problems.append("it accepts adapters, no whole models: start it without --enable-lora")
     if info.weights_socket is not None:
         problems.append("the server shares its weights: start the server without --share-weights")
     if problems:
@@ -421,9 +417,7 @@ def _dtype_to_load(wanted: str, info: BridgeInfo) -> torch.dtype:
         PolicyMismatch: the server has another data type, or does not report one.
     """
     if info.dtype is None:
-        raise PolicyMismatch(
-            "the server reports no data type at /bridge/info; upgrade vllm-api-server"
-        )
+        raise PolicyMismatch("no data type at /bridge/info; upgrade vllm-api-server")
     if wanted not in ("auto", info.dtype):
         raise PolicyMismatch(
             f"--dtype {wanted}, but the server's weights are in {info.dtype}; start trainer and "

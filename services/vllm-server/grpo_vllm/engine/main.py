@@ -121,9 +121,7 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         if engine.errored:
             raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
         if bridge.engine.broken:
-            raise EngineDied(
-                "the engine failed in a pause, or while loading weights; the supervisor restarts it"
-            )
+            raise EngineDied("the engine failed in a pause or at loading weights, and is restarted")
 
 
 def _engine_control(engine: Any, shares_weights: bool) -> EngineControl:

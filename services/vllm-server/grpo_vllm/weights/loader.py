@@ -121,9 +121,7 @@ class SharedModelLoader(DefaultModelLoader):  # type: ignore[misc]
             if offset is None:
                 problems[name] = "moved out of shared memory while the server prepared the model"
             elif not any(0 <= at.offset - offset < parameter.nbytes for at in mapped.values()):
-                problems[name] = (
-                    "not loaded from the model's files, so a trainer has no name for this parameter"
-                )
+                problems[name] = "not loaded from the model's files: a trainer has no name for it"
         problems |= dict.fromkeys(packed_layers(model), "served from a packed copy")
         if problems:
             listed = "\n".join(f"  {name}: {why}" for name, why in sorted(problems.items()))

@@ -135,9 +135,7 @@ class AdapterSwitch:
             ) from None
         except Exception as error:  # the engine raises any error of its worker unchanged
             self._in_background(self._remove(request))
-            raise AdapterRefused(
-                f"the engine cannot load the adapter {request.lora_path}: {error}"
-            ) from error
+            raise AdapterRefused(f"cannot load the adapter {request.lora_path}: {error}") from error
 
     def _retire(self, former: LoadedAdapter | None) -> None:
         if former is not None:

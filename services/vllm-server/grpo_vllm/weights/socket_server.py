@@ -113,9 +113,7 @@ def _remove_stale(path: Path) -> None:
     if not path.exists():
         return
     if not path.is_socket():
-        raise SocketTaken(
-            f"--weights-socket: {path} exists and is not a socket; choose another path"
-        )
+        raise SocketTaken(f"--weights-socket: {path} is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

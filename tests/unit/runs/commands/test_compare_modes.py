@@ -163,4 +163,4 @@ def test_a_mode_that_fails_or_drops_requests_is_told_and_the_others_still_run(
     failed, dropped = comparing.shown.err.splitlines()
     expected = "none failed: failed (ProcessFailed): trainer ended with status 1; see "
     assert failed.startswith(expected)
-    assert dropped == "lora_restart: the server dropped 2 requests; expected 0"
+    assert dropped == "lora_restart: the server dropped 2 requests, not 0"

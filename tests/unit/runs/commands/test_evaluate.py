@@ -123,7 +123,7 @@ def test_two_models_are_evaluated_on_the_same_items_and_the_lift_is_printed(
     assert (evaluation.run(*words), evaluation.shown.err) == (0, "")
 
     out = evaluation.shown.out
-    assert "20 of 40 items, about 7 s left" in out
+    assert "20 of 40 items, ~7 s left" in out
     pages = {path.read_text() for path in evaluation.folder.rglob("*.html")}
     assert {page.rpartition("/")[2].rpartition(" ")[2] for page in pages} == {"trained", "plain"}
     assert "gsm8k: ./trained\n  40 items, 4 answers each, temperature 1" in out

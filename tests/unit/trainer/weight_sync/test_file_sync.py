@@ -307,7 +307,7 @@ def test_a_server_of_another_mode_or_run_is_refused(bench: NewBench) -> None:
     rig = bench("lora_only")
     rig.server.takes_adapters = False
     with rig.trainer() as sync:
-        told = "the server accepts no adapters: start it with"
+        told = "it accepts no adapters: start it with"
         with pytest.raises(PolicyMismatch, match=told):
             sync.load_policy()
         rig.server.takes_adapters = True

@@ -120,9 +120,7 @@ def use_file_tokenizer() -> None:
     TokenizerRegistry.tokenizers[_HF_TOKENIZERS] = (_TOKENIZER_MODULE, "FileTokenizer")
 
 
-WHY_NO_UPDATE = (
-    "vLLM 0.24 cannot load weights into a running engine on a CPU; install vLLM 0.25 or newer"
-)
+WHY_NO_UPDATE = "vLLM 0.24 cannot load weights into a running engine on a CPU; 0.25 and newer can"
 
 
 def can_update_weights() -> bool:
