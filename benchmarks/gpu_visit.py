@@ -120,8 +120,8 @@ def parts_of(settings: GpuVisitSettings) -> list[Part]:
     steps = ["tiny"] if settings.on_cpu else ["0.5b", "1.5b"]
     return [
         part("proof", 60, "bash", run_tests, *["--any-device"] * settings.on_cpu, "proof"),
-        *(bench(f"step, {size}", 75, "train", size) for size in steps),
-        bench("lora_restart, two restarts", 90, "restart"),
+        *(bench(f"step {size}", 75, "train", size) for size in steps),
+        bench("two restarts", 90, "restart"),
         bench("decode", 150, "decode"),
         bench("publish", 90, "publish"),
         bench("demo", 60, "demo"),
