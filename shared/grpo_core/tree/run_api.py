@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, ClassVar
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validator
 
 from grpo_core.redis.keys import run_id_or_default
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
@@ -21,48 +21,9 @@ _DISK_SHARE = 6
 twice its content before it is written anew, beside the old one."""
 
 
-class RunApiSettings(CommandSettings, ListenOptions):
-    """Trajectory server: queues scored groups from environments and hands out batches to the
-    trainer. All state is in Redis, so run-api can be restarted at any time."""
+class LimitOptions(BaseModel):
+    """Of memory, disk and time."""
 
-    command: ClassVar[Command] = Command(
-        prog="run-api",
-        env_prefix="RUN_API_",
-        groups={
-            "Network": ("host", "port", "token", "allowed_hosts"),
-            "Run": ("redis_url", "run_id", "redis_deadline_s"),
-            "Limits": (
-                "max_body_bytes",
-                "body_deadline_s",
-                "max_queued_groups",
-                "redis_disk_bytes",
-                "max_queued_bytes",
-                "max_leased_bytes",
-                "full_queue_wait_s",
-                "environment_timeout_s",
-                "stop_grace_s",
-            ),
-            "Logging": ("log_level",),
-        },
-        examples=(
-            "run-api --port 8002 --redis-url redis://127.0.0.1:6379",
-            "REDIS_URL=redis://:password@db:6379 RUN_API_TOKEN=secret run-api --host 0.0.0.0",
-        ),
-    )
-
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
-    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
-    redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
-        default_factory=local_redis,
-        description="URL of the Redis that stores the run: redis://, rediss:// or unix://. If this "
-        "option is not given and no Redis runs at its default, run-api starts one. Set a URL that "
-        "contains a password in REDIS_URL, because other users can read command lines",
-    )
-    run_id: Annotated[str, Shown(default="port-<port>, for example port-8000")] = Field(
-        "",
-        validate_default=True,
-        description="Name of the run. Runs with different names can use the same Redis",
-    )
     max_body_bytes: Annotated[int, Shown(default="33554432, which is 32 MiB")] = Field(
         32 * 1024 * 1024,
         ge=1024,
@@ -112,13 +73,6 @@ class RunApiSettings(CommandSettings, ListenOptions):
         description="Seconds that a submission waits for room in a full queue. After this time the "
         "submission is answered with status 503",
     )
-    redis_deadline_s: float = Field(
-        10.0,
-        gt=0.0,
-        le=300.0,
-        description="Seconds that a request waits for a Redis that does not answer. After this time"
-        " the request is answered with status 503",
-    )
     environment_timeout_s: float = Field(
         60.0,
         gt=0.0,
@@ -132,6 +86,47 @@ class RunApiSettings(CommandSettings, ListenOptions):
         le=3600,
         description="Seconds to wait for requests in flight after a stop signal. Slower requests "
         "are answered with status 503",
+    )
+
+
+class RunApiSettings(CommandSettings, LimitOptions, ListenOptions):
+    """Trajectory server: queues scored groups from environments and hands out batches to the
+    trainer. All state is in Redis, so run-api can be restarted at any time."""
+
+    command: ClassVar[Command] = Command(
+        prog="run-api",
+        env_prefix="RUN_API_",
+        groups={
+            "Network": ("host", "port", "token", "allowed_hosts"),
+            "Run": ("redis_url", "run_id", "redis_deadline_s"),
+            "Limits": tuple(LimitOptions.model_fields),
+            "Logging": ("log_level",),
+        },
+        examples=(
+            "run-api --port 8002 --redis-url redis://127.0.0.1:6379",
+            "REDIS_URL=redis://:password@db:6379 RUN_API_TOKEN=secret run-api --host 0.0.0.0",
+        ),
+    )
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
+    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
+    redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
+        default_factory=local_redis,
+        description="URL of the Redis that stores the run: redis://, rediss:// or unix://. If this "
+        "option is not given and no Redis runs at its default, run-api starts one. Set a URL that "
+        "contains a password in REDIS_URL, because other users can read command lines",
+    )
+    run_id: Annotated[str, Shown(default="port-<port>, for example port-8000")] = Field(
+        "",
+        validate_default=True,
+        description="Name of the run. Runs with different names can use the same Redis",
+    )
+    redis_deadline_s: float = Field(
+        10.0,
+        gt=0.0,
+        le=300.0,
+        description="Seconds that a request waits for a Redis that does not answer. After this time"
+        " the request is answered with status 503",
     )
     token: SecretStr | None = Field(
         None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validator
 
 from grpo_core.listening import in_url, is_every_address
 from grpo_core.redis.keys import run_id_or_default
@@ -23,13 +23,7 @@ from grpo_core.redis.url import (
     url_or_none,
 )
 from grpo_core.security import is_loopback, listed, usable_token
-from grpo_core.settings import (
-    Command,
-    CommandSettings,
-    Given,
-    Mistake,
-    Shown,
-)
+from grpo_core.settings import Command, CommandSettings, Given, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen, failed, missing_model, state_directory
 from grpo_core.tree.common import ListenOptions
 from grpo_core.weights.bridge_config import FILE_NAME
@@ -46,7 +40,50 @@ LAST_PORT = 65535
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class ServerSettings(CommandSettings, ListenOptions):
+class SharedWeightsOptions(BaseModel):
+    """Of the mode shared_vllm."""
+
+    share_weights: bool = Field(
+        False,
+        description="Share the weights in memory with a trainer on this host, so that the trainer "
+        "can update them. The variable NUM_INFERENCE_NODES=0 also turns this option on, except "
+        "with --enable-lora",
+    )
+    weights_socket: Annotated[
+        Path | None, Shown(default="grpo-<user id>-<run id>-<port>/weights.sock below $TMPDIR")
+    ] = Field(None, description="Unix socket through which the trainer gets the shared weights")
+    bridge_config_path: Annotated[Path | None, Shown(default="a file in --logdir")] = Field(
+        None,
+        description=f"Path of the file (by default {FILE_NAME}) that describes the shared "
+        "weights to the trainer",
+    )
+    logdir: Annotated[Path, Shown(default="the current directory")] = Field(
+        Path("."), description=f"Directory in which the server writes {FILE_NAME}"
+    )
+    max_pause_lease_s: float = Field(
+        120.0, gt=0, description="Longest pause, in seconds, that a trainer may request"
+    )
+    await_weights: bool = Field(
+        True,
+        description="After a restart, or if a trainer ended while it wrote the weights, hold "
+        "requests until a trainer has written all weights. With --no-await-weights, the server "
+        "serves --model under a new policy version instead",
+    )
+    write_back_hold_s: float = Field(
+        20.0,
+        gt=0,
+        description="Seconds that a request waits for a trainer to write the weights back, see "
+        "--await-weights. After this time the request is answered with status 503",
+    )
+    write_back_deadline_s: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds that a trainer has to write the weights back, see --await-weights. "
+        "After this time the server answers every request at once with status 503",
+    )
+
+
+class ServerSettings(CommandSettings, SharedWeightsOptions, ListenOptions):
     """Inference server: vLLM whose weights a trainer updates in memory, by adapters or by restarts.
 
     Options that are not listed here are passed to vLLM, for example --dtype, --max-model-len,
@@ -85,16 +122,7 @@ class ServerSettings(CommandSettings, ListenOptions):
                 "max_lora_rank",
                 "max_loras",
             ),
-            "Weights in shared_vllm": (
-                "share_weights",
-                "weights_socket",
-                "bridge_config_path",
-                "logdir",
-                "max_pause_lease_s",
-                "await_weights",
-                "write_back_hold_s",
-                "write_back_deadline_s",
-            ),
+            "Weights in shared_vllm": tuple(SharedWeightsOptions.model_fields),
             "Engine": ("engine_deadline_s", "restart_limit", "drain_s", "stop_grace_s"),
             "Logging": ("log_level",),
         },
@@ -114,15 +142,6 @@ class ServerSettings(CommandSettings, ListenOptions):
     port: int = Field(
         9001, ge=1, le=65535, description="TCP port of the public routes, such as /generate"
     )
-    share_weights: bool = Field(
-        False,
-        description="Share the weights in memory with a trainer on this host, so that the trainer "
-        "can update them. The variable NUM_INFERENCE_NODES=0 also turns this option on, except "
-        "with --enable-lora",
-    )
-    weights_socket: Annotated[
-        Path | None, Shown(default="grpo-<user id>-<run id>-<port>/weights.sock below $TMPDIR")
-    ] = Field(None, description="Unix socket through which the trainer gets the shared weights")
     control_host: str = Field(
         "127.0.0.1", description="Address on which the control and health ports listen"
     )
@@ -133,17 +152,6 @@ class ServerSettings(CommandSettings, ListenOptions):
         ge=1,
         le=65535,
         description="TCP port of the routes that pause and resume sampling",
-    )
-    max_pause_lease_s: float = Field(
-        120.0, gt=0, description="Longest pause, in seconds, that a trainer may request"
-    )
-    bridge_config_path: Annotated[Path | None, Shown(default="a file in --logdir")] = Field(
-        None,
-        description=f"Path of the file (by default {FILE_NAME}) that describes the shared "
-        "weights to the trainer",
-    )
-    logdir: Annotated[Path, Shown(default="the current directory")] = Field(
-        Path("."), description=f"Directory in which the server writes {FILE_NAME}"
     )
     redis_url: Annotated[OptionalRedisUrl, Shown(default=LOCAL_REDIS)] = Field(
         default_factory=local_redis,
@@ -158,24 +166,6 @@ class ServerSettings(CommandSettings, ListenOptions):
         10.0,
         gt=0,
         description="Seconds to wait at the start until the Redis that --redis-url names answers",
-    )
-    await_weights: bool = Field(
-        True,
-        description="After a restart, or if a trainer ended while it wrote the weights, hold "
-        "requests until a trainer has written all weights. With --no-await-weights, the server "
-        "serves --model under a new policy version instead",
-    )
-    write_back_hold_s: float = Field(
-        20.0,
-        gt=0,
-        description="Seconds that a request waits for a trainer to write the weights back, see "
-        "--await-weights. After this time the request is answered with status 503",
-    )
-    write_back_deadline_s: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds that a trainer has to write the weights back, see --await-weights. "
-        "After this time the server answers every request at once with status 503",
     )
     enable_lora: bool = Field(
         False,
