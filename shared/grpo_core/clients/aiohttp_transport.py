@@ -70,11 +70,7 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0,
-                    ssl=_tls(),
-                    socket_factory=make_socket,
-                ),
+                connector=aiohttp.TCPConnector(limit=0, ssl=_tls(), socket_factory=make_socket),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # httpx does
             )

@@ -55,7 +55,8 @@ class EvalItem(BaseModel):
 
     @model_validator(mode="after")
     def _one_entry_per_answer(self) -> Self:
-        counts = {name: len(getattr(self, name)) for name in _PER_ANSWER}
+        lists = ("rewards", "parts", "lengths", "truncated")
+        counts = {name: len(getattr(self, name)) for name in lists}
         if len(set(counts.values())) > 1:
             raise ValueError(f"item {self.item}: expected one entry per answer, got {counts}")
         return self
@@ -65,9 +66,6 @@ class EvalItem(BaseModel):
 
     def mean_at(self, k: int) -> float:
         return mean_at_k(self.rewards, k)
-
-
-_PER_ANSWER = ("rewards", "parts", "lengths", "truncated")
 
 
 class EvalSummary(BaseModel):
