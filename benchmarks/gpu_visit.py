@@ -73,12 +73,9 @@ class GpuVisitSettings(CommandSettings):
     )
 
     @property
-    def on_cpu(self) -> bool:
-        return self.size == "tiny"
-
-    @property
     def factor(self) -> float:
-        return CPU_FACTOR if self.on_cpu else 1.0
+        """Times as long as on a GPU."""
+        return CPU_FACTOR if self.size == "tiny" else 1.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Outcome:
 
 def parts_of(settings: GpuVisitSettings) -> list[Part]:
     """In the order in which they run."""
-    run_tests = Path(__file__).parents[1] / "tests/gpu/run.sh"
+    on_cpu, run_tests = settings.size == "tiny", Path(__file__).parents[1] / "tests/gpu/run.sh"
 
     def part(name: str, limit_s: float, *command: str | Path) -> Part:
         return Part(name, settings.factor * limit_s, [*map(str, command)])
@@ -117,9 +114,9 @@ def parts_of(settings: GpuVisitSettings) -> list[Part]:
         words += ["--commit", settings.commit] if settings.commit else []
         return part(name, limit_s, sys.executable, "-m", "benchmarks.gpu", *words)
 
-    steps = ["tiny"] if settings.on_cpu else ["0.5b", "1.5b"]
+    steps = ["tiny"] if on_cpu else ["0.5b", "1.5b"]
     return [
-        part("proof", 60, "bash", run_tests, *["--any-device"] * settings.on_cpu, "proof"),
+        part("proof", 60, "bash", run_tests, *["--any-device"] * on_cpu, "proof"),
         *(bench(f"step {size}", 75, "train", size) for size in steps),
         bench("two restarts", 90, "restart"),
         bench("decode", 150, "decode"),

