@@ -82,14 +82,8 @@ BY_TASK: Mapping[str, RunSizes] = {
 }
 """For the tiny model."""
 
-OTHER_TASK = RunSizes(
-    steps=250,
-    batch_size=64,
-    gradient_accumulation_steps=2,
-    max_completion_tokens=None,
-    seq_len=256,
-    max_model_len=512,
-    kv_cache_mib=128,
+OTHER_TASK = replace(
+    BY_TASK["arithmetic"], max_completion_tokens=None, seq_len=256, kv_cache_mib=128
 )
 """For the tiny model and any other task."""
 
