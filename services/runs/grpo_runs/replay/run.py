@@ -184,11 +184,8 @@ class ReplayedStep:
     def is_equal(self) -> bool:
         """Bit by bit."""
         then = self.recorded
-        return (self.loss, self.norm, tuple(self.digests)) == (
-            then.loss,
-            then.grad_norm,
-            then.digests,
-        )
+        recorded = (then.loss, then.grad_norm, then.digests)
+        return (self.loss, self.norm, tuple(self.digests)) == recorded
 
 
 def replayed_steps(
@@ -206,14 +203,9 @@ def taken(run: RecordedRun, learner: Learner, step: int, stats: GradientStats) -
     published = run.published(step)
     learner.optimizer.step(step - 1)
     learner.optimizer.write_into_parameters()
-    return ReplayedStep(
-        published,
-        stats.loss,
-        stats.norm,
-        digests_of(learner.optimizer.masters, run.start_of(step).parts)
-        if published.digests
-        else (),
-    )
+    parts = run.start_of(step).parts
+    digests = digests_of(learner.optimizer.masters, parts) if published.digests else ()
+    return ReplayedStep(published, stats.loss, stats.norm, digests)
 
 
 def accumulate_recorded(
