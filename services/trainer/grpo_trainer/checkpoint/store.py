@@ -341,11 +341,9 @@ def _problem(path: Path, written: FileFacts) -> str | None:
         return f"cannot read {path.name}: {error}"
     if size_bytes != written.size_bytes:
         return f"{path.name} has {size_bytes} bytes, but {written.size_bytes} were written"
-    return (
-        None
-        if digest == written.sha256
-        else f"the content of {path.name} has changed since the checkpoint was written"
-    )
+    if digest != written.sha256:
+        return f"the content of {path.name} has changed since the checkpoint was written"
+    return None
 
 
 def _damaged(directory: Path, what: str) -> DamagedState:

@@ -157,16 +157,9 @@ class GroupFilter:
                 f"policy version {tuple(of_others[0])}. Were weights loaded by hand?",
             )
         under = None if received_under is None else own(received_under)
-        return [
-            replace(
-                sequence,
-                versions=(own(sequence.versions[0]), own(sequence.versions[1]))
-                if sequence.versions
-                else None,
-                received_under=under,
-            )
-            for sequence in found
-        ]
+        named = [s.versions and (own(s.versions[0]), own(s.versions[1])) for s in found]
+        pairs = zip(found, named, strict=True)
+        return [replace(s, versions=versions, received_under=under) for s, versions in pairs]
 
     def _is_stale(
         self, group: ScoredGroup, received_under: PolicyVersion | None, step: int

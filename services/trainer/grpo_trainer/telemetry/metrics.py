@@ -187,6 +187,7 @@ def _objective(outcome: StepOutcome) -> dict[str, float | None]:
 def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
     sums, fresh = outcome.gradients.sums, outcome.fresh
     probe, diff = outcome.published.alignment, sums.mean("diff")
+    has_versions = any(sequence.versions for sequence in outcome.batch.sequences)
     found: dict[str, float | None] = {
         "alignment/diff_mean": diff,
         "alignment/diff_abs_mean": sums.mean("diff_abs"),
@@ -194,9 +195,7 @@ def _alignment(outcome: StepOutcome) -> dict[str, float | None]:
         "alignment/diff_max": sums.diff_max if sums.tokens else None,
         "alignment/kl_k1": None if diff is None else -diff,
         "alignment/kl_k3": sums.mean("kl_k3"),
-        "alignment/fresh_fraction": _mean(fresh.tokens, sums.tokens)
-        if any(sequence.versions for sequence in outcome.batch.sequences)
-        else None,
+        "alignment/fresh_fraction": _mean(fresh.tokens, sums.tokens) if has_versions else None,
         "alignment/fresh_diff_abs_mean": fresh.mean if fresh.tokens else None,
     }
     if probe is not None:
