@@ -59,9 +59,8 @@ def _is_key(name: str) -> bool:
 
 def _no_such_key(name: str) -> str:
     near = get_close_matches(name, KEYS, n=1, cutoff=0.8)
-    return f"{name}: no such key; " + (
-        f"did you mean {near[0]}?" if near else "conf/offline_grpo.yaml lists all keys"
-    )
+    hint = f"did you mean {near[0]}?" if near else "conf/offline_grpo.yaml lists all keys"
+    return f"{name}: no such key; {hint}"
 
 
 def _unquoted(value: str) -> str:

@@ -75,9 +75,8 @@ def report_sweep(sweep: Path) -> None:
         NoSweep: the directory holds no jobs.
     """
     jobs = read_jobs(sweep)
-    (sweep / "sweep.json").write_text(
-        json.dumps({"jobs": [asdict(job) for job in jobs]}, indent=2) + "\n"
-    )
+    content = {"jobs": [asdict(job) for job in jobs]}
+    (sweep / "sweep.json").write_text(json.dumps(content, indent=2) + "\n")
     _draw(jobs, sweep / "sweep.png")
     print_table(sweep, jobs)
 

@@ -366,9 +366,7 @@ class FileSync(DirectorySync):
             dtypes[name] = str(info.dtype)
         if len({*dtypes.values()}) > 1:
             told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-            raise PolicyMismatch(
-                f"the servers have different data types ({told}); start all with the same --dtype"
-            )
+            raise PolicyMismatch(f"different data types ({told}); start all with the same --dtype")
         assert info is not None, "there is at least one server"
         return info
 

@@ -80,10 +80,8 @@ class EngineControl:
     async def name_weights(self, version: PolicyVersion) -> None:
         """Let the engine stamp tokens that it samples from now on, if it can."""
         if self._stamps_versions:
-            label = str(version)
-            await self._or_broken(
-                "set its policy version", self._engine.update_weight_version(label)
-            )
+            naming = self._engine.update_weight_version(str(version))
+            await self._or_broken("set its policy version", naming)
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the KV cache of finished requests. False if requests in flight still use it."""

@@ -202,9 +202,7 @@ def lora_router(
         if current is None:
             raise BridgeConflict("no adapter is loaded")
         if request.adapter_name not in ("", current.name, switch.served_name):
-            raise BridgeConflict(
-                f"adapter {request.adapter_name} is not loaded; the loaded one is {current.name}"
-            )
+            raise BridgeConflict(f"adapter {request.adapter_name} is not loaded; {current.name} is")
         await switch.unload()
         # The server returns to the model during a run, so the version must be one that no trainer
         # has used.

@@ -120,9 +120,7 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink()
         else:
-            raise SocketTaken(
-                f"--weights-socket {path}: another server listens on this path; choose another path"
-            )
+            raise SocketTaken(f"--weights-socket: another server listens on {path}; choose another")
 
 
 async def _accept(

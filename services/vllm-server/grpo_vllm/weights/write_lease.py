@@ -195,9 +195,7 @@ class WeightBridge:
                 while not self._session_ended.is_set():  # the event wakes all waiting trainers
                     await self._session_ended.wait()
         except TimeoutError:
-            raise BridgeConflict(
-                "another trainer is attached to this server; run one trainer per server"
-            ) from None
+            raise BridgeConflict("another trainer is attached; run one per server") from None
         self._session_ended.clear()
         self._session, self._hang_up = uuid.uuid4().hex, hang_up
         log.info("trainer.attached", session=self._session)
