@@ -21,7 +21,7 @@ from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, onednn, packed_attention
-from grpo_trainer.model.fused_head import EAGER, HeadArithmetic, linear_logprobs
+from grpo_trainer.model.fused_head import EAGER, HeadArithmetic, LogitChange, linear_logprobs
 from grpo_trainer.model.logprobs import (
     TokenValues,
     probability_above,
@@ -104,11 +104,11 @@ class FastForward:
             chosen = hidden.flatten(0, 1)[positions]  # [K, H]
             output = model.get_output_embeddings()
             assert isinstance(output, nn.Linear)  # `fused_head.obstacles` excludes others
-            logp, entropy = linear_logprobs(chosen, output, targets, temperature, self.head)
+            change = LogitChange.of(model)
+            logp, entropy = linear_logprobs(chosen, output, targets, temperature, self.head, change)
 
             def scaled_of(some: Tensor) -> Tensor:
-                scaled: Tensor = output(chosen[some]).float() / temperature[some].unsqueeze(-1)
-                return scaled
+                return change(output(chosen[some]).float()) / temperature[some].unsqueeze(-1)
 
             values = TokenValues(logp, entropy, _above(scaled_of, targets, output.out_features))
         zeros = values.logp.new_zeros(micro.targets.shape)

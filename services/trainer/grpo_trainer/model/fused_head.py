@@ -10,7 +10,8 @@ Legend: K rows, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +25,50 @@ from grpo_trainer.model.policy import CausalLM
 CHUNK_LOGITS = 2**27
 """Number of logits that exist at a time: half a GB in float32. This gives enough rows for an
 efficient matrix product on a GPU."""
+COMPILED_BYTES = 2**30
+"""Bytes of logits that exist at a time if the arithmetic is compiled for a GPU and thus makes no
+copies of them. Each chunk reads and writes the gradient of all weights once more."""
 CHUNK_LOGITS_ON_CPU = 2**24
 """64 MiB. More logits at a time are hardly faster, and fewer are slower."""
 SUMMED_ELEMENTS = 2**23
 """Elements of the head's gradient that oneDNN computes at a time: 32 MiB."""
 
-_CHANGES_LOGITS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-)
-"""Options of a model's configuration that change its logits. The fused head does not
-support them."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+"""Options of a model's configuration by which transformers limits, multiplies or divides its
+logits."""
+_MULTIPLIES = ("hyperclovax",)
+"""Families that multiply by a divisor of other families."""
+
+
+@dataclass(frozen=True)
+class LogitChange:
+    """A model multiplies the output of its head by `scale`. Then it limits it to ±`cap`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, model: CausalLM) -> LogitChange:
+        config = model.config.get_text_config()
+        divides = config.model_type not in _MULTIPLIES
+        scale = math.prod(_given(config, _FACTORS).values())
+        for divisor in _given(config, _DIVISORS).values():
+            scale = scale / divisor if divides else scale * divisor
+        return cls(scale, *_given(config, _CAPS).values())
+
+    def __call__(self, output: Tensor) -> Tensor:
+        scaled = output * self.scale
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+
+UNCHANGED = LogitChange()
+
+
+def _given(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    values = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def obstacles(model: CausalLM) -> list[str]:
@@ -49,8 +79,8 @@ def obstacles(model: CausalLM) -> list[str]:
     config = model.config.get_text_config()
     found = [
         f"the model changes its logits by {name} = {value}"
-        for name in _CHANGES_LOGITS
-        if (value := getattr(config, name, None)) not in (None, 1.0)
+        for name, value in _given(config, _CAPS + _FACTORS + _DIVISORS).items()
+        if not isinstance(value, int | float)
     ]
     head = model.get_output_embeddings()
     kind = type(head)
@@ -63,26 +93,45 @@ def obstacles(model: CausalLM) -> list[str]:
 
 @dataclass(frozen=True)
 class HeadArithmetic:
-    """The computations on the logits of some rows: [K, V] in the model's type. Both may overwrite
-    the logits."""
+    """The computations on the logits of some rows: [K, V] in the model's type. `gradient` replaces
+    them by their gradient, and `logprobs` may overwrite them unless it is compiled."""
 
-    logprobs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    gradient: Callable[..., Tensor]
+    is_compiled: bool = False
 
     @classmethod
     def compiled(cls) -> HeadArithmetic:
-        """Each as one kernel, instead of several that exchange float32 copies."""
-        return cls(
-            torch.compile(_logprobs, dynamic=True), torch.compile(_logits_gradient, dynamic=True)
-        )
+        """Each as one kernel, instead of several that exchange float32 copies: `logprobs` reads the
+        logits twice, and `gradient` reads and writes them once."""
+        return cls(_compiled(_logprobs), _compiled(_logits_gradient), is_compiled=True)
+
+    def chunk_logits(self, logits: torch.dtype, device: torch.device) -> int:
+        """Number of logits that exist at a time."""
+        if device.type == "cpu":
+            return CHUNK_LOGITS_ON_CPU
+        return COMPILED_BYTES // logits.itemsize if self.is_compiled else CHUNK_LOGITS
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For any number of rows."""
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(logits: Tensor, *others: Tensor | None) -> Any:
+        # Only a fixed size tells the compiler that each row begins at a multiple of 16 bytes.
+        torch._dynamo.mark_static(logits, 1)
+        # Views that begin elsewhere than their storage would be compiled once more.
+        return compiled(logits, *(None if each is None else each.clone() for each in others))
+
+    return call
 
 
 def _logprobs(
-    logits: Tensor, targets: Tensor, temperature: Tensor
+    logits: Tensor, targets: Tensor, temperature: Tensor, cap: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[K] logprobs of the targets, [K] entropies of the distributions, and [K] logsumexp of the
     scaled logits; float32."""
-    scaled = logits.float().div_(temperature.unsqueeze(-1))  # [K, V]
+    scaled = _scaled(_float32(logits), temperature, cap)  # [K, V]
     highest = scaled.amax(-1, keepdim=True)
     odds = scaled.sub_(highest).exp()
     total = odds.sum(-1)
@@ -96,25 +145,48 @@ def _logits_gradient(
     logits: Tensor,
     targets: Tensor,
     temperature: Tensor,
+    cap: Tensor | None,
     logsumexp: Tensor,
+    entropy: Tensor,
     gradient: Tensor,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """[K] gradients of logprobs and entropies → [K, V] gradient of the logits, in their type."""
-    logps = logits.float().div_(temperature.unsqueeze(-1)).sub_(logsumexp.unsqueeze(-1))
-    distribution = logps.exp() if of_entropy is not None else logps.exp_()
-    factor = gradient.unsqueeze(-1)
-    if of_entropy is not None:
-        # dH/dx = -p (log p + H) and dlogp/dx = onehot - p
-        entropy = -torch.linalg.vecdot(distribution, logps).unsqueeze(-1)
-        distribution *= logps.add_(entropy).mul_(of_entropy.unsqueeze(-1)).add_(factor)
-        factor = torch.ones_like(factor)
-        one = -gradient
+    """Replace [K, V] logits by their gradient. Args: gradient, of_entropy: [K], of the logprobs and
+    the entropies"""
+    scaled = _scaled(_float32(logits), temperature, cap)
+    slope = None if cap is None else 1 - (scaled * (temperature.unsqueeze(-1) / cap)).square_()
+    logps, factor = scaled.sub_(logsumexp.unsqueeze(-1)), gradient.unsqueeze(-1)
+    if of_entropy is None:
+        found, one = logps.exp_(), torch.full_like(gradient, -1)
     else:
-        one = torch.full_like(logsumexp, -1)
+        # dH/dx = -p (log p + H) and dlogp/dx = onehot - p
+        distribution = logps.exp()
+        found = logps.add_(entropy.unsqueeze(-1)).mul_(of_entropy.unsqueeze(-1)).add_(factor)
+        found, one, factor = found.mul_(distribution), -gradient, torch.ones_like(factor)
     # In float32, because bfloat16 would round the gradient of a nearly certain target to 0.
-    distribution.scatter_add_(-1, targets.unsqueeze(-1), one[:, None])
-    return distribution.mul_(-factor / temperature.unsqueeze(-1)).to(logits.dtype)
+    found = _add_to_targets(found, targets, one).mul_(-factor / temperature.unsqueeze(-1))
+    return logits.copy_(found if slope is None else found.mul_(slope))
+
+
+def _float32(logits: Tensor) -> Tensor:
+    """For changes in place. Compiled code has no use for the storage, and would write to it."""
+    return logits.to(torch.float32, copy=torch.compiler.is_compiling())
+
+
+def _scaled(logits: Tensor, temperature: Tensor, cap: Tensor | None) -> Tensor:
+    """[K, V] logits, changed in place."""
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
+    return logits.div_(temperature.unsqueeze(-1))
+
+
+def _add_to_targets(values: Tensor, targets: Tensor, one: Tensor) -> Tensor:
+    """[K, V] values, of which each row's target is increased: [K], [K]."""
+    index = targets.unsqueeze(-1)
+    if torch.compiler.is_compiling():  # to which the other way is a kernel of its own
+        is_target = torch.arange(values.shape[-1], device=values.device) == index
+        return torch.where(is_target, values + one.unsqueeze(-1), values)
+    return values.scatter_add_(-1, index, one.unsqueeze(-1))
 
 
 EAGER = HeadArithmetic(_logprobs, _logits_gradient)
@@ -126,6 +198,7 @@ def linear_logprobs(
     targets: Tensor,
     temperature: Tensor,
     arithmetic: HeadArithmetic = EAGER,
+    change: LogitChange = UNCHANGED,
     chunk_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target, and entropy of each distribution, at its temperature: [K] float32
@@ -135,19 +208,24 @@ def linear_logprobs(
         hidden: [K, H] in the head's type
         targets: [K] int64
         temperature: [K] float32
+        change: of the head's output
         chunk_logits: how many logits may exist at a time, but at least those of one row
     """
     if chunk_logits is None:
-        chunk_logits = CHUNK_LOGITS_ON_CPU if hidden.device.type == "cpu" else CHUNK_LOGITS
+        chunk_logits = arithmetic.chunk_logits(hidden.dtype, hidden.device)
     rows = max(1, chunk_logits // head.out_features)
+    # cap tanh(scale x / cap) / temperature, with all three divided by the scale
+    temperature = temperature / change.scale
+    cap = None if change.cap is None else temperature.new_full((), change.cap / change.scale)
     found: tuple[Tensor, Tensor] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, targets, temperature, arithmetic, rows
+        hidden, head.weight, head.bias, targets, temperature, cap, arithmetic, rows
     )
     return found
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Stores its inputs and one logsumexp per row; computes the logits again for the gradient."""
+    """Stores its inputs and two numbers per row; computes the logits again for the gradient, except
+    those of the first rows if the forward pass did not overwrite them."""
 
     @staticmethod
     def forward(
@@ -157,18 +235,23 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
+        cap: Tensor | None,
         arithmetic: HeadArithmetic,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         logp = torch.empty(len(hidden), device=hidden.device)
         entropy, logsumexp = torch.empty_like(logp), torch.empty_like(logp)
-        for part in _parts(len(hidden), rows):
+        logits = None
+        for part in reversed(_parts(len(hidden), rows)):
+            logits = None  # free the previous ones before the next exist
             logits = onednn.linear(hidden[part], weight, bias)
             logp[part], entropy[part], logsumexp[part] = arithmetic.logprobs(
-                logits, targets[part], temperature[part]
+                logits, targets[part], temperature[part], cap
             )
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, logsumexp)
+        rest = (targets, temperature, cap, logsumexp, entropy)
+        ctx.save_for_backward(hidden, weight, bias, *rest)
         ctx.arithmetic, ctx.rows = arithmetic, rows
+        ctx.logits = logits if arithmetic.is_compiled else None
         ctx.set_materialize_grads(False)  # None: the loss does not depend on it
         return logp, entropy
 
@@ -177,18 +260,23 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, of_logp: Tensor | None, of_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, logsumexp = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, cap, logsumexp, entropy = ctx.saved_tensors
         gradient = torch.zeros_like(logsumexp) if of_logp is None else of_logp
         of_hidden = torch.empty_like(hidden)
         # Summed in float32, because each of the many parts would be rounded.
         of_weight = _zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_bias = _zeros_like(bias) if ctx.needs_input_grad[2] else None
         for part in _parts(len(hidden), ctx.rows):
+            logits, ctx.logits = ctx.logits, None
+            if logits is None:
+                logits = onednn.linear(hidden[part], weight, bias)
             of_logits = ctx.arithmetic.gradient(
-                onednn.linear(hidden[part], weight, bias),
+                logits,
                 targets[part],
                 temperature[part],
+                cap,
                 logsumexp[part],
+                entropy[part],
                 gradient[part],
                 None if of_entropy is None else of_entropy[part],
             )
@@ -197,16 +285,17 @@ class _LinearLogprobs(torch.autograd.Function):
                 _add_product(of_weight, of_logits, hidden[part])
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=torch.float32)
+            del logits, of_logits  # before the next ones exist
         return (
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(bias.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
-def _parts(length: int, rows: int) -> Iterator[slice]:
-    return (slice(start, start + rows) for start in range(0, length, rows))
+def _parts(length: int, rows: int) -> list[slice]:
+    return [slice(start, start + rows) for start in range(0, length, rows)]
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

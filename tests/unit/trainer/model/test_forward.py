@@ -12,12 +12,16 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    GraniteConfig,
+    HyperCLOVAXConfig,
     LlamaConfig,
     MistralConfig,
+    MptConfig,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -60,7 +64,18 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "Qwen3": lambda: small(Qwen3Config),
     "Llama": lambda: small(LlamaConfig),
     "Gemma": lambda: small(GemmaConfig),
-    "Gemma 3": lambda: small(Gemma3TextConfig, sliding_window=3, layer_types=WINDOW["layer_types"]),
+    "Gemma 2": lambda: small(
+        Gemma2Config, attn_logit_softcapping=None, final_logit_softcapping=3.0
+    ),
+    "Gemma 3": lambda: small(
+        Gemma3TextConfig,
+        sliding_window=3,
+        layer_types=WINDOW["layer_types"],
+        final_logit_softcapping=3.0,
+    ),
+    "Cohere": lambda: small(CohereConfig, logit_scale=0.25),
+    "Granite": lambda: small(GraniteConfig, logits_scaling=0.5),
+    "HyperCLOVA X": lambda: small(HyperCLOVAXConfig, logits_scaling=0.5),
     "Mistral": lambda: small(MistralConfig, sliding_window=3),
     "GPT-2": lambda: small(GPT2Config),
 }
@@ -186,7 +201,10 @@ def test_a_layer_that_mixes_sequences_is_found_by_its_numbers() -> None:
 REFUSED: dict[str, tuple[Any, Any]] = {
     "attn_logit_softcapping = 50": (packed_attention, Gemma2Config(**SMALL)),
     "layers other than attention: linear_attention": (packed_attention, Qwen3NextConfig(**SMALL)),
-    "final_logit_softcapping = 30": (fused_head, Gemma2Config(**SMALL)),
+    "logit_scale = inv_sqrt_d_model": (
+        fused_head,
+        MptConfig(**SMALL, logit_scale="inv_sqrt_d_model"),
+    ),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_trainer.model.fused_head import (
     EAGER,
+    UNCHANGED,
     HeadArithmetic,
+    LogitChange,
     _add_product,
     linear_logprobs,
 )
@@ -20,12 +24,25 @@ from grpo_trainer.model.logprobs import TokenValues, values_of
 ROWS, WIDTH, VOCABULARY = 20, 16, 30
 
 
+CHANGES = {
+    "unchanged": UNCHANGED,
+    "scaled": LogitChange(scale=0.25),
+    "capped": LogitChange(scale=0.5, cap=2.0),
+}
+
+
 class Case:
     """Random rows and a head; `plain` computes like `token_values`. Logprobs and entropies both
     count in the gradient."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, bias: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        change: LogitChange = UNCHANGED,
+    ) -> None:
         torch.manual_seed(0)
+        self.change = change
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
         self.hidden = (3 * torch.randn(ROWS, WIDTH)).to(dtype).requires_grad_()
         self.targets = torch.randint(VOCABULARY, (ROWS,))
@@ -33,11 +50,11 @@ class Case:
         self.weights = torch.linspace(-1, 2, ROWS)
 
     def plain(self) -> TokenValues:
-        scaled = self.head(self.hidden).float() / self.temperature.unsqueeze(-1)
+        scaled = self.change(self.head(self.hidden).float()) / self.temperature.unsqueeze(-1)
         return values_of(scaled, self.targets, differentiates_entropy=True)
 
     def fused(self, rows: int, arithmetic: HeadArithmetic = EAGER) -> TokenValues:
-        terms = (self.targets, self.temperature, arithmetic, rows * VOCABULARY)
+        terms = (self.targets, self.temperature, arithmetic, self.change, rows * VOCABULARY)
         logp, entropy = linear_logprobs(self.hidden, self.head, *terms)
         return TokenValues(logp, entropy, above=torch.full_like(logp, torch.nan))
 
@@ -65,11 +82,34 @@ class Case:
 
 @pytest.mark.parametrize(("rows", "bias"), [(1, False), (3, True), (100, True)])
 @pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_values_and_gradients_are_those_of_all_logits_at_once(
-    rows: int, bias: bool, with_entropy: bool
+    rows: int, bias: bool, with_entropy: bool, change: LogitChange
 ) -> None:
-    case = Case(bias=bias)
+    case = Case(bias=bias, change=change)
     case.require_equal(case.fused(rows), with_entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_so_are_those_of_the_code_that_is_compiled_once(
+    dtype: torch.dtype, change: LogitChange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced, and run operator by operator. The logits of the first rows serve both passes."""
+    traced: list[str] = []
+
+    def trace(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        traced.append(graph.code)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=trace))
+    case, arithmetic = Case(dtype, change=change), HeadArithmetic.compiled()
+    torch.compiler.reset()
+    for rows, with_entropy in itertools.product((8, 3), (False, True)):
+        case.require_equal(case.fused(rows, arithmetic), with_entropy)
+    torch.compiler.reset()
+    assert len(traced) == 3  # logprobs; their gradient; that of logprobs and entropies
+    assert "scatter" not in "".join(traced)  # it would be a kernel of its own
 
 
 def test_many_rows_add_up_in_float32() -> None:
