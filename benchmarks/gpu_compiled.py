@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,9 @@ H100 = SimpleNamespace(
     max_threads_per_block=1024,
     shared_memory_per_block_optin=232_448,
 )
+CACHED_ROW = 50 * 2**20 // (132 * 2)
+"""Bytes of a row that a kernel reads again from the cache: the share of one of two blocks on each
+multiprocessor."""
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _SIGNATURE = re.compile(r"^def \w+\((.*)\):$", re.MULTILINE)
 _ACCESS = re.compile(r"tl\.(load|store|atomic_add)\((\w+) \+ ")
@@ -81,19 +84,22 @@ class GeneratedKernel:
         rows = math.prod(size for name, size in sizes.items() if name[0] != "r")
         elements = math.prod(sizes.values())
         total = 0
-        for (pointer, _operation, loop), number in self._accesses.items():
-            is_outside = self._has_loops and not loop  # once for each row
-            accessed = number * (rows if is_outside else elements) * named[pointer].itemsize
-            total += min(accessed, named[pointer].nbytes)
+        for (pointer, _operation), loops in self._accesses.items():
+            tensor = named[pointer]
+            each = []
+            for loop, number in loops.items():
+                is_outside = self._has_loops and not loop  # once for each row
+                accessed = number * (rows if is_outside else elements) * tensor.itemsize
+                each.append(min(accessed, tensor.nbytes))
+            is_cached = elements // max(rows, 1) * tensor.itemsize <= CACHED_ROW
+            total += max(each) if is_cached else sum(each)
         self._count(self._name, total)
 
 
-def _accesses(body: str) -> tuple[Counter[tuple[str, str, int]], bool]:
-    """How often a kernel accesses memory, by pointer, operation and loop, and whether it has loops.
-
-    Two loops over one row read it twice; 0: outside of them. An atomic addition reads and writes.
-    """
-    found: Counter[tuple[str, str, int]] = Counter()
+def _accesses(body: str) -> tuple[dict[tuple[str, str], Counter[int]], bool]:
+    """How often a kernel accesses memory in each loop, by pointer and operation; and whether it has
+    loops. Two loops over one row read it twice. Loop 0: outside of them."""
+    found: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     loops, loop, depth = 0, 0, 0
     for line in filter(str.strip, body.splitlines()):
         indent = len(line) - len(line.lstrip())
@@ -103,16 +109,16 @@ def _accesses(body: str) -> tuple[Counter[tuple[str, str, int]], bool]:
             loops += 1
             loop, depth = loops, indent
         for operation, pointer in _ACCESS.findall(line):
-            found[pointer, "store" if operation == "store" else "load", loop] += 1
-            if operation == "atomic_add":
-                found[pointer, "store", loop] += 1
+            both = ("load", "store") if operation == "atomic_add" else (operation,)
+            for one in both:
+                found[pointer, one][loop] += 1
     return found, loops > 0
 
 
 @contextlib.contextmanager
 def compiled_for_h100(count: Count) -> Iterator[None]:
     """In this context, torch.compile compiles functions of tensors on meta as for an H100."""
-    from torch._inductor import compile_fx, config
+    from torch._inductor import compile_fx, config, scheduler
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.fx_passes import reinplace
 
@@ -145,6 +151,7 @@ def compiled_for_h100(count: Count) -> Iterator[None]:
             (compile_fx, "compile_fx", compile_passes),
             (AsyncCompile, "triton", kernel),
             (torch.utils._triton, "triton_hash_with_backend", _always("")),
+            (scheduler, "has_triton", _always(True)),  # may have been asked before, and is cached
             (reinplace, "_inplace_generalized_scatter", lambda whole, *_: whole),
             (torch.cuda, "_DeviceGuard", _always(contextlib.nullcontext())),
             (torch.cuda, "set_device", _always(None)),

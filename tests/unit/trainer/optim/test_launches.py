@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_bench.models import SHAPES, ModelShape
 from benchmarks.gpu_compiled import compiled_for_h100
 from benchmarks.gpu_trace import GRADIENTS, META, OPTIMIZER, WRITE, Counts, Step, traced
+from grpo_trainer.model.fused_head import HeadArithmetic, linear_logprobs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
 LAYERS = 12
@@ -73,6 +74,22 @@ def test_a_compiled_norm_reads_and_writes_each_number_once() -> None:
     with compiled_for_h100(lambda _, size: launches.append(size)):
         torch.compile(_norm, dynamic=True)(hidden, weight)
     assert launches == [pytest.approx(2 * hidden.nbytes, rel=0.01)]
+
+
+def test_the_compiled_head_reads_its_logits_twice_and_replaces_them_once_by_their_gradient() -> (
+    None
+):
+    tokens, width, vocabulary = 1024, 32, 151_936
+    head = nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16, device=META)
+    hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device=META)
+    targets = torch.empty(tokens, dtype=torch.int64, device=META)
+    temperature = torch.empty(tokens, device=META)
+    launches: list[int] = []
+    with compiled_for_h100(lambda _, size: launches.append(size)):
+        logp, _ = linear_logprobs(hidden, head, targets, temperature, HeadArithmetic.compiled())
+        logp.sum().backward()
+    passes = tokens * vocabulary * torch.bfloat16.itemsize
+    assert launches == [pytest.approx(2 * passes, rel=0.01)] * 2
 
 
 def _norm(hidden: Tensor, weight: Tensor) -> Tensor:
