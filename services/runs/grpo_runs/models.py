@@ -122,12 +122,9 @@ def by_server(models: Sequence[EvaluatedModel]) -> dict[str, list[EvaluatedModel
     The base model comes before adapters: once an adapter is loaded, /generate uses it.
     """
     groups: dict[str, list[EvaluatedModel]] = {}
-    for model in models:
+    for model in sorted(models, key=lambda model: model.adapter is not None):
         groups.setdefault(model.served, []).append(model)
-    return {
-        served: sorted(group, key=lambda model: model.adapter is not None)
-        for served, group in groups.items()
-    }
+    return groups
 
 
 def adapter_flags(models: Sequence[EvaluatedModel]) -> list[str]:

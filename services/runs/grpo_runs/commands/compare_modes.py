@@ -153,9 +153,8 @@ def write_comparison(comparison: ModeComparison, directory: Path) -> None:
         for result in comparison.results
     }
     title = f"GRPO in each mode, seed {comparison.seed}"
-    draw_comparison(
-        {mode: steps for mode, steps in runs.items() if steps}, title, directory / CURVES
-    )
+    drawn = {mode: steps for mode, steps in runs.items() if steps}
+    draw_comparison(drawn, title, directory / CURVES)
 
 
 class ModeResult(BaseModel):

@@ -128,16 +128,12 @@ class LocalGeneration:
             **chosen,
         )
         tokens = found.sequences[:, len(prompt_token_ids) :]  # [n, T]
-        steps = zip(found.logits, tokens.T, strict=True)  # [n, V] and [n] for each position
-        logp = torch.stack(
-            [
-                torch.log_softmax(logits.float() / (temperature or 1.0), -1)
-                .gather(-1, token.unsqueeze(-1))
-                .squeeze(-1)
-                for logits, token in steps
-            ],
-            dim=1,
-        )  # [n, T]
+        steps = zip(found.logits, tokens.split(1, dim=1), strict=True)  # [n, V] and [n, 1] of each
+        columns = [
+            torch.log_softmax(logits.float() / (temperature or 1.0), -1).gather(-1, token)
+            for logits, token in steps
+        ]
+        logp = torch.cat(columns, dim=1)  # [n, T]
         pairs = zip(tokens.tolist(), logp.tolist(), strict=True)
         return [self._up_to_end(*pair) for pair in pairs]
 

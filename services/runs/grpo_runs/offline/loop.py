@@ -153,10 +153,8 @@ class OfflineRun:
             lead, position = opened
             assert isinstance(lead, Lead), "call run_offline on rank 0"
             version = TrainedVersion(position, lead.sync.begun_as)
-            with _entered(
-                self.runner, engines.opened(lead.learner.policy, version)
-            ) as opened_engines:
-                training, evaluating = opened_engines
+            sources = engines.opened(lead.learner.policy, version)
+            with _entered(self.runner, sources) as (training, evaluating):
                 plan = sampling_plan(environment, tasks, steps=self.settings.steps)
                 evaluator = Evaluator(
                     self.runner,

@@ -23,9 +23,8 @@ class HealthProbe(ClosesOnExit):
     """
 
     def __init__(self, token: str | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> None:
-        self._client = httpx.Client(
-            timeout=timeout_s, trust_env=False, headers=authorization(token)
-        )
+        headers = authorization(token)
+        self._client = httpx.Client(timeout=timeout_s, trust_env=False, headers=headers)
 
     def answers(self, base_url: str) -> bool:
         """`GET /health` is 200."""

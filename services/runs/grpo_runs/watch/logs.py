@@ -125,10 +125,8 @@ class ServiceLogs:
                 numbers = {name: float(value) for name, value in _NUMBERS.findall(text)}
                 failures = _COUNT.findall("".join(_FAILURES.findall(text)))
                 numbers[LOST] = sum(int(lost) for reason, lost in failures if reason != DROPPED)
-                groups = int(count[1])
-                self.sampling[service] = EnvironmentReport(
-                    time, groups, evaluation, for_batch, numbers
-                )
+                report = EnvironmentReport(time, int(count[1]), evaluation, for_batch, numbers)
+                self.sampling[service] = report
             if level is not None:
                 text = printable(_SERVICE.sub("", text).strip())[:LONGEST_TEXT]
                 yield Warned(time, service, level, event, text)
