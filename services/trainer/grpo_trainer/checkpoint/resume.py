@@ -87,9 +87,7 @@ def require_fit(
         StateMismatch: another model, mode, adapter or optimizer; lists every difference.
     """
     ours, saved = shapes_of(policy), record.parameters
-    is_other_base = record.frozen is not None and record.frozen != checksum_of_untrained(
-        policy, settings
-    )
+    is_other_base = record.frozen not in (None, checksum_of_untrained(policy, settings))
     problems = _other_options(record, settings, device_of(policy).type)
     problems += [
         f"{name}: this parameter is not in the checkpoint" for name in ours if name not in saved

@@ -222,9 +222,8 @@ class PublicationCheck:
         served = torch.tensor(server.served_logprobs(self._tokens))
         completion = server.sample(self._prompt, max_tokens=self._sampled)
         continued = logprobs_of(self._policy, [*self._prompt, *completion.token_ids])
-        sampled_mean = mean_distance(
-            torch.tensor(completion.logprobs), continued[len(self._prompt) - 1 :]
-        )
+        logged = torch.tensor(completion.logprobs)
+        sampled_mean = mean_distance(logged, continued[len(self._prompt) - 1 :])
         alignment = self._alignment(ours, served, sampled_mean)
         problems = self._problems(alignment, sampled_mean, served)
         named = {completion.first_version, completion.last_version}
