@@ -73,17 +73,16 @@ class UnloadRequest(_Body):
     adapter_name: AdapterName = ""
 
 
-class UpdateRequest(_Body):
-    """`directory`: verified by the supervisor, with all weights of the model, or an adapter."""
-
-    directory: Path
-    policy_version: PolicyVersion
-
-
 class NameRequest(_Body):
     """`policy_version`: a new name of the served weights."""
 
     policy_version: PolicyVersion
+
+
+class UpdateRequest(NameRequest):
+    """`directory`: verified by the supervisor, with all weights of the model, or an adapter."""
+
+    directory: Path
 
 
 class StatusRequest(_Body):

@@ -119,9 +119,8 @@ class RunningRequest:
         sampling = self.request.sampling
         # Pieces are needed for a stream, and if the time of their arrival determines the version.
         in_pieces = self.request.stream or not STAMPS_VERSIONS
-        sampling.output_kind = (
-            RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY
-        )
+        kinds = RequestOutputKind
+        sampling.output_kind = kinds.DELTA if in_pieces else kinds.FINAL_ONLY
         try:
             outputs = self._engine.generate(
                 prompt,
