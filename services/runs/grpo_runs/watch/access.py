@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse
 
-from grpo_core.security import App, Receive, Scope, Send, carries, refuse
+from grpo_core.security import App, Receive, Scope, Send, carries, plain, refuse
 
 COOKIE = "grpo-watch-{port}"
 """Browsers send the cookies of a host to each of its ports."""
@@ -26,10 +26,10 @@ class TokenCookie:
 
     def __init__(self, app: App, token: SecretStr | None) -> None:
         self._app = app
-        self._token = None if token is None else token.get_secret_value()
+        self._token = plain(token) or ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._token is None or self._is_known(scope):
+        if scope["type"] != "http" or not self._token or self._is_known(scope):
             await self._app(scope, receive, send)
             return
         query = parse_qs(scope["query_string"].decode("latin-1"))
@@ -44,12 +44,10 @@ class TokenCookie:
         )
 
     def _is_known(self, scope: Scope) -> bool:
-        assert self._token is not None
         cookie = HTTPConnection(scope).cookies.get(_name_of_cookie(scope), "")
         return carries(scope, self._token.encode()) or self._is_token(cookie)
 
     def _is_token(self, given: str) -> bool:
-        assert self._token is not None
         return hmac.compare_digest(given.encode(), self._token.encode())
 
     def _welcome(self, scope: Scope, query: dict[str, list[str]]) -> RedirectResponse:
@@ -58,7 +56,7 @@ class TokenCookie:
         response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
         response.headers["referrer-policy"] = "no-referrer"
         name = _name_of_cookie(scope)
-        response.set_cookie(name, self._token or "", httponly=True, samesite="strict")
+        response.set_cookie(name, self._token, httponly=True, samesite="strict")
         return response
 
 
