@@ -79,11 +79,8 @@ class RunNotices:
             raise
         with suppress(GrpoError):  # the run has succeeded, whatever becomes of its summary
             summary = read_record(RunFacts, self._run.summary).summary
-            self._tell_end(
-                "completed",
-                f"mean reward {summary.first_reward:.3f} at the begin, {summary.last_reward:.3f} "
-                f"at the end; {summary.total_s:.0f} s",
-            )
+            rewards = f"{summary.first_reward:.3f} to {summary.last_reward:.3f}"
+            self._tell_end("completed", f"mean reward {rewards}; {summary.total_s:.0f} s")
 
     def _tell_end(self, state: str, text: str) -> None:
         self._notifier.send(self._told("end", state, f"run {self._run.run_id} {state}: {text}"))

@@ -160,7 +160,7 @@ def test_the_end_is_told(finished: Finished) -> None:
     name = finished.run.path.name
     assert (told["event"], told["state"], told["run"]) == ("end", "completed", name)
     assert (told["step"], told["last_step"]) == (25, 25)
-    assert told["text"].startswith(f"run {name} completed: mean reward 0.060 at the begin, 0.980")
+    assert told["text"].startswith(f"run {name} completed: mean reward 0.060 to 0.980")
     assert "end.json" not in finished.run.config.read_text()
 
 
