@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -35,6 +36,10 @@ NODES_VARIABLE = "NUM_INFERENCE_NODES"
 UNIX_PATH_MAX_BYTES = 107
 OWNED_ENGINE_FLAGS = frozenset({"--logprobs-mode", "--worker-extension-cls"})
 """Another value would silently break the importance ratio or the shared memory."""
+PARALLEL_FLAGS = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tensor"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
+}
 HEALTH_PORT_ABOVE = 1000
 LAST_PORT = 65535
 SHARED_MEMORY = Path("/dev/shm")
@@ -418,6 +423,17 @@ class ServerSettings(CommandSettings, SharedWeightsOptions, ListenOptions):
         if not self.bridge_config_required:  # these two count as given by being there
             del held["bridge_config_path"], held["logdir"]
         return held
+
+
+def worker_count(engine_arguments: Sequence[str]) -> int:
+    """The number of workers that vLLM starts for one model. vLLM itself refuses invalid numbers."""
+    sizes = {"tensor": 1, "pipeline": 1}
+    words = [part for word in engine_arguments for part in word.split("=", 1)]
+    for flag, value in itertools.pairwise(words):
+        kind = PARALLEL_FLAGS.get(flag.replace("_", "-"))
+        if kind is not None and value.isdecimal():
+            sizes[kind] = max(1, int(value))
+    return sizes["tensor"] * sizes["pipeline"]
 
 
 def _is_on(given: Given | None) -> bool:

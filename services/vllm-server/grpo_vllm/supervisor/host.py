@@ -4,7 +4,6 @@ stay open while one engine replaces another."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import shutil
 import socket
@@ -20,7 +19,7 @@ from grpo_core.closing import ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.listening import listen
-from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.server import ServerSettings, worker_count
 from grpo_vllm.http_server import BACKLOG
 
 log = structlog.get_logger()
@@ -31,10 +30,6 @@ BROADCAST_MIB = 160
 """Size of vLLM's queue to all workers: 10 chunks of VLLM_MQ_MAX_CHUNK_BYTES_MB (16)."""
 RESPONSE_MIB = 240
 """Size of the queue from one worker: 10 chunks of 24 MiB."""
-PARALLEL_FLAGS = {
-    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tensor"),
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
-}
 GPU_QUERY = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 10.0
 DEADLINE_S = 60.0
@@ -64,17 +59,6 @@ def require_shared_memory(engine_arguments: Sequence[str]) -> None:
             f"{SHARED_MEMORY} has {free} MiB free, but {workers} workers need {needed} MiB; set "
             "SHM_SIZE for docker compose, or pass --shm-size or --ipc host to docker run"
         )
-
-
-def worker_count(engine_arguments: Sequence[str]) -> int:
-    """The number of workers that vLLM starts for one model. vLLM itself refuses invalid numbers."""
-    sizes = {"tensor": 1, "pipeline": 1}
-    words = [part for word in engine_arguments for part in word.split("=", 1)]
-    for flag, value in itertools.pairwise(words):
-        kind = PARALLEL_FLAGS.get(flag.replace("_", "-"))
-        if kind is not None and value.isdecimal():
-            sizes[kind] = max(1, int(value))
-    return sizes["tensor"] * sizes["pipeline"]
 
 
 @dataclass(frozen=True)
