@@ -56,6 +56,10 @@ BAD = {
         ["vllmServer.replicas=3"],
         ["vllmServer.replicas is 3", "mode shared_vllm", "mode=none"],
     ),
+    "workers that share one memory": (
+        ["vllmServer.gpus=2"],
+        ["vllmServer.gpus is 2", "mode shared_vllm", "mode=none"],
+    ),
     "a budget of one server": (
         ["mode=none", "vllmServer.podDisruptionBudget.enabled=true"],
         ["vllmServer.replicas is 1", "vllmServer.replicas=2"],

@@ -400,6 +400,14 @@ class ServerSettings(CommandSettings, SharedWeightsOptions, ListenOptions):
                 f"--share-weights on {self.host} needs --control-port: the routes that pause the "
                 "server are not offered on an address that other hosts reach",
             )
+        if self.share_weights and (workers := worker_count(self.engine_arguments)) > 1:
+            yield Mistake(
+                None,
+                f"{workers} workers of vLLM share no weights: each has a part of every weight, and "
+                "in mode shared_vllm a trainer writes whole weights into one; omit "
+                "--tensor-parallel-size and --pipeline-parallel-size, or choose mode none, "
+                "lora_only or lora_restart",
+            )
         names = {a.partition("=")[0].replace("_", "-") for a in self.engine_arguments}
         owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())
         owned |= {"--weight-transfer-config"} if self.loads_in_place else set()

@@ -50,6 +50,9 @@
 {{- if and (eq $v.mode "shared_vllm") (or $server.autoscaling.enabled (gt (int $server.replicas) 1)) }}
 {{- $problems = append $problems (printf "vllmServer.replicas is %v and vllmServer.autoscaling.enabled is %v, but in mode shared_vllm the trainer shares the memory of one server: set mode=none, mode=lora_only or mode=lora_restart, or vllmServer.replicas=1 and vllmServer.autoscaling.enabled=false" $server.replicas $server.autoscaling.enabled) }}
 {{- end }}
+{{- if and (eq $v.mode "shared_vllm") (gt (int $server.gpus) 1) }}
+{{- $problems = append $problems (printf "vllmServer.gpus is %v, but in mode shared_vllm the trainer writes whole weights into the memory of one worker: set mode=none, mode=lora_only or mode=lora_restart, or vllmServer.gpus=1" $server.gpus) }}
+{{- end }}
 {{- range $name := list "runApi" "vllmServer" }}
 {{- $pods := index $v $name }}
 {{- if gt (int $pods.autoscaling.minReplicas) (int $pods.autoscaling.maxReplicas) }}
