@@ -253,10 +253,44 @@ def test_a_dry_run_prints_the_command_lines_without_secrets(
         assert f" -m {name} " in shown.partition("# Command lines of the services")[2]
 
 
+@pytest.mark.parametrize(
+    ("words", "device", "share"),
+    [
+        ("--device cuda", "cuda:2", "0.9"),
+        ("--device cuda:0", "cuda:0", "0.4"),
+        ("--device cuda --gpu-memory-utilization 0.5", "cuda:2", "0.5"),
+        ("--device cuda --objective distill --teacher-model x", "cuda:2", "0.4"),
+        ("--device cpu", "cpu", None),
+    ],
+)
+def test_the_trainer_takes_the_gpu_after_those_of_the_workers(
+    words: str, device: str, share: str | None
+) -> None:
+    given = ["--mode", "none", "--server.tensor-parallel-size", "2", *words.split()]
+    lines = [shlex.split(line) for line in command_lines(load(*given))]
+    servers = [line for line in lines if "grpo_vllm" in line]
+    assert len(servers) == 1 + ("--teacher-model" in given)
+    for server in servers:
+        assert value_of("--tensor-parallel-size", server) == "2"
+        assert value_of("--gpu-memory-utilization", server) == share
+    (trainer,) = [line for line in lines if "grpo_trainer" in line]
+    assert value_of("--device", trainer) == device
+
+
+def test_beside_a_run_api_too_the_trainer_takes_the_gpu_after_those_of_the_workers() -> None:
+    words = ["--model", "m", "--max-model-len", "64", "--mode", "none", "--device", "cuda"]
+    words += ["--server-flags=--tensor-parallel-size 2"]
+    server, trainer = command_lines(load_settings(RunSettings, words, {}))
+    assert "--gpu-memory-utilization 0.9" in server
+    assert "--device cuda:2" in trainer
+
+
 def test_several_servers_have_names_ports_and_their_share_of_the_threads(
     services: ServicesOf,
 ) -> None:
     settings = load("--mode", "none", "--servers", "3", "--compute-threads", "7")
+    in_two = ("--servers", "2", "--server.tensor-parallel-size", "2")
+    assert load("--mode", "none", *in_two, "--compute-threads", "7").server_threads == 1
     found = [*services(settings, places(1, 11, 12, 13)).values()]
     servers = [service for service in found if service.name.startswith("server-")]
     lines = [[*server.command] for server in servers]
@@ -325,6 +359,8 @@ def test_servers_beside_a_run_api_have_the_ports_after_the_first() -> None:
     [
         ("--mode shared_vllm --servers 2", r"--servers: 2: in mode shared_vllm .* --mode none"),
         ("--mode none --servers 2 --device cuda", "on GPUs, grpo-demo starts one server"),
+        ("--mode shared_vllm --server.tensor-parallel-size 2", "2 workers .* one; omit --tensor"),
+        ("--mode shared_vllm --server-flags=-pp=3", "3 workers .* choose mode none, lora_only"),
         ("--mode none --num-inference-nodes 2", "write --servers 2"),
         ("--mode none --servers 0", "--servers"),
     ],

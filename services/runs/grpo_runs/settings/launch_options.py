@@ -19,7 +19,7 @@ from grpo_core.settings.options import default_text
 from grpo_core.tree.environment import EnvironmentOptions
 from grpo_core.tree.run_api import RunApiSettings
 from grpo_core.tree.sections import SERVER, VIEWS, names_of, sections_of
-from grpo_core.tree.server import ServerSettings
+from grpo_core.tree.server import ServerSettings, worker_count
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.tree.weights import KINDS, ModeName
 from grpo_runs.defaults import BY_TASK, OTHER_TASK, SIZE_NAMES, RunSizes, sizes_for
@@ -29,6 +29,8 @@ from grpo_runs.modes import MODES, Mode
 GPU_CONTROL = Path("/dev/nvidiactl")
 """Exists if the NVIDIA driver is loaded."""
 MAX_NUM_SEQS = 256
+OWN_GPU_SHARE = 0.9
+"""Share of a GPU that a server takes if no other service uses it."""
 HALF_THE_CORES = max(1, CPU.cores // 2)
 """Server and trainer compute at the same time."""
 
@@ -392,8 +394,22 @@ class LaunchOptions(
         return range(self.port, self.port + self.servers)
 
     @property
+    def server_workers(self) -> int:
+        """Processes that compute in each server."""
+        return worker_count(self.vllm_words)
+
+    @property
     def server_threads(self) -> int:
-        return max(1, (self.compute_threads or HALF_THE_CORES) // self.servers)
+        """Of each worker."""
+        workers = self.servers * self.server_workers
+        return max(1, (self.compute_threads or HALF_THE_CORES) // workers)
+
+    @property
+    def trainer_device(self) -> str:
+        """Several workers take the first GPUs, and the trainer the next one, unless it is named."""
+        if self.server_workers == 1 or not self.on_gpu or ":" in self.device:
+            return self.device
+        return f"cuda:{self.server_workers}"
 
     def trainer_threads(self, model: str) -> int:
         """Args: model: as of `is_small`"""
@@ -406,6 +422,10 @@ class LaunchOptions(
         names only the options that the user has given."""
         if self.starts_all:
             self.__dict__.update(vars(self._sizes_of(self.task)))
+        share = "gpu_memory_utilization"
+        has_own_gpus = self.trainer_device != self.device and not self.starts_teacher
+        if has_own_gpus and share not in self.model_fields_set:
+            self.__dict__[share] = OWN_GPU_SHARE
         return self
 
     def _sizes_of(self, tasks: Sequence[str]) -> RunSizes:

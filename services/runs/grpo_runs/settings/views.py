@@ -143,6 +143,8 @@ def trainer_values(settings: LaunchOptions, places: Places) -> dict[str, Any]:
         "log_level": settings.log_level,
         "redis_url": SecretStr(places.redis_url),
     }
+    if settings.trainer_device != settings.device:
+        values["device"] = settings.trainer_device
     several = settings.servers > 1 and not mode.shares_memory
     if whole or several:  # a variable may say otherwise
         values.setdefault("num_inference_nodes", settings.servers if several else 0)
