@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -145,6 +147,8 @@ def compiled_for_h100(count: Count) -> Iterator[None]:
     device_interface.get_interface_for_device("cpu")  # fills the table
     interfaces = {"cuda": _H100Interface, "cuda:0": _H100Interface}
     with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(TemporaryDirectory())
+        stack.enter_context(patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": directory}))
         stack.enter_context(config.patch(force_disable_caches=True, compile_threads=1))
         stack.enter_context(patch.dict(device_interface.device_interfaces, interfaces))
         for target, name, stub in (
