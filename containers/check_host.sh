@@ -46,6 +46,10 @@ if [ "${replicas:-1}" != 1 ]; then
     *) problem "VLLM_PORT=$ports: $replicas servers need a range of ports; set VLLM_PORT=$ports-$((ports + replicas - 1))" ;;
   esac
 fi
+flags=$(setting VLLM_FLAGS)
+if [ "$mode" = shared_vllm ] && [[ $flags =~ --tensor-parallel-size[=\ ]+([2-9]|1[0-9]) ]]; then
+  problem "VLLM_FLAGS=$flags: in mode shared_vllm the trainer writes whole weights into the memory of one worker; set MODE=none, lora_only or lora_restart, or remove --tensor-parallel-size"
+fi
 device=$(setting STACK_DEVICE)
 if [ "${replicas:-1}" != 1 ] && [ "$device" = gpu ]; then
   problem "REPLICAS=$replicas with STACK_DEVICE=gpu: Compose would give every server the same GPU; set REPLICAS=1, or use the chart (docs/how-to/kubernetes.md)"

@@ -135,6 +135,22 @@ def test_a_token_that_is_no_file_starts_nothing() -> None:
         assert ("set RUN_API_TOKEN_FILE to the path of this file" in done.stderr) == is_refused
 
 
+def test_workers_on_gpus_leave_one_to_the_trainer_and_share_no_memory_with_it() -> None:
+    for own in ({}, {"TRAINER_GPU_ID": "2"}):
+        found = services("none", STACK_DEVICE="gpu", GPU_ID="0,1", **own)
+        (gpus, trainers) = (
+            found[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+            for name in ("vllm-server-none", "trainer-none")
+        )
+        assert (gpus, trainers) == (["0,1"], ["2"] if own else ["0,1"])
+    for mode in ("none", "shared_vllm"):
+        for workers in "12":
+            flags = {"VLLM_FLAGS": f"--seed 1 --tensor-parallel-size {workers}"}
+            done = run(["bash", "containers/check_host.sh", mode, mode], os.environ | flags)
+            is_refused = (mode, workers) == ("shared_vllm", "2")
+            assert ("remove --tensor-parallel-size" in done.stderr) == is_refused
+
+
 def test_the_example_lists_every_setting_and_no_other() -> None:
     example = (ROOT / "containers" / "env.example").read_text()
     documented = set(re.findall(r"(?m)^#([A-Z]\w*)=", example))
