@@ -6,12 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 from pydantic_core import from_json
 
-from grpo_core.settings.machine import MADE_HERE, SMOLLM2, TINY, head_of, unusable_model
+from grpo_core.settings.machine import MADE_HERE, SMOLLM2, TINY, unusable_model
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     LORA_RANKS,
@@ -31,10 +30,6 @@ _LIMITS_OF_MADE = {SMOLLM2: 8192, TINY: 2048}
 """Options are checked before these are made."""
 MAX_MODEL_LEN = 4096
 """The default of --max-model-len, unless the model allows less."""
-SMALL = 50_000_000
-"""Weights. On two cores without other work, a second thread of the trainer made a run with a
-million weights 30 % slower, with 135 million 15 % faster, and with an adapter on these 9 % slower.
-"""
 
 
 def default_max_model_len(model: str) -> int:
@@ -55,19 +50,6 @@ def longest_sequence(model: str) -> int | None:
         return None  # the server reads the file too, and reports the problem
     config = config.get("text_config", config)
     return next((config[name] for name in _LIMITS if name in config), None)
-
-
-def is_small(model: str) -> bool:
-    """Whether the trainer computes it faster with half the cores than with all: the threads of an
-    operation wait for each other, also for one whose core the server uses. A model that is not on
-    this disk counts as large.
-
-    Args:
-        model: as of `longest_sequence`
-    """
-    files = [*Path(model).glob("model*.safetensors")]
-    tensors = (tensor for file in files for tensor in head_of(file)[0].values())
-    return model == TINY or 0 < sum(prod(tensor["shape"]) for tensor in tensors) <= SMALL
 
 
 def _config_file(model: str) -> Path:

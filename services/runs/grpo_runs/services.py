@@ -162,7 +162,7 @@ def _variables_of_server(settings: RunSettings, model: str) -> dict[str, str]:
 def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Service:
     values = trainer_values(settings, places)
     if places.run is not None:
-        variables = child_environment(settings.trainer_threads(places.model), places.model)
+        variables = child_environment(settings.compute_threads, places.model)
         variables |= token_variables(settings)
         deadline_s = settings.start_deadline_s
     else:  # it runs as a job, which has no deadline

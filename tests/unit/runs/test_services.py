@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from grpo_core.cpu import CPU
 from grpo_core.settings import OptionsInvalid, load_settings, parsed, resolved_yaml
-from grpo_core.settings.machine import TINY
 from grpo_core.settings.options import OF_TRL, options_of
 from grpo_runs.__main__ import main
 from grpo_runs.commands import whole_run
-from grpo_runs.models import SMALL, longest_sequence
+from grpo_runs.models import longest_sequence
 from grpo_runs.modes import MODES
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
@@ -28,7 +26,6 @@ from grpo_runs.process.stack import Service, Stack, StopRequest
 from grpo_runs.report.evaluations import EvaluationsFile
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.services import MODULES, command_lines, services_of
-from grpo_runs.settings import launch_options
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
 from grpo_runs.settings.views import Places
 from tests.unit.runs.stand_ins import Shown
@@ -304,40 +301,6 @@ def test_several_servers_have_names_ports_and_their_share_of_the_threads(
     assert trainer.environment["MASTER_ADDR"] == "127.0.0.1"
     assert value_of("--inference-url", [*environment.command]) == ",".join(
         f"http://127.0.0.1:{port}" for port in (11, 12, 13)
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "words", "of_trainer"),
-    [
-        ("small", "", "4"),
-        ("large", "", "8"),
-        ("large", "--mode lora_only", "4"),
-        ("large", "--compute-threads 3", "3"),
-        ("small", "--compute-threads 8", "8"),
-        ("large", "--device cuda", "4"),
-        ("owner/on-the-hub", "", "8"),
-        (TINY, "", "4"),
-    ],
-)
-def test_a_trainer_of_many_weights_computes_with_all_cores(
-    services: ServicesOf,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    words: str,
-    of_trainer: str,
-) -> None:
-    monkeypatch.setattr(launch_options, "CPU", replace(CPU, cores=8))
-    monkeypatch.setattr(launch_options, "HALF_THE_CORES", 4)
-    for name, weights in (("small", SMALL), ("large", SMALL + 1)):
-        Path(name).mkdir()
-        tensor = {"dtype": "F32", "shape": [weights], "data_offsets": [0, 4 * weights]}
-        head = json.dumps({"weight": tensor}).encode()
-        Path(name, "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
-    found = services(load(*words.split()), replace(places(), model=model))
-    assert found["trainer"].environment["OMP_NUM_THREADS"] == of_trainer
-    assert found["vllm-server"].environment["OMP_NUM_THREADS"] == (
-        of_trainer if "threads" in words else "4"
     )
 
 

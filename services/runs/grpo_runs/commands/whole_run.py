@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_core.cpu import CPU
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.listening import LOOPBACK
@@ -255,7 +254,7 @@ def start_services(
     url = with_password(redis_url(redis_port), redis_password(run.redis))
     path_file, jobs = run.path / MODEL_PATH_FILE, []
     if settings.model in MADE_HERE:
-        jobs = [model_job(settings.model, path_file, CPU.cores)]
+        jobs = [model_job(settings.model, path_file, 2 * settings.compute_threads)]
     start_on_screen(stack, [redis_of(run, redis_port), *jobs], whole.screen)
     model = path_file.read_text().strip() if jobs else settings.model
     places = Places.of(settings, model, weights_socket, run, url, free_port)

@@ -23,7 +23,7 @@ from grpo_core.tree.server import ServerSettings, worker_count
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.tree.weights import KINDS, ModeName
 from grpo_runs.defaults import BY_TASK, OTHER_TASK, SIZE_NAMES, RunSizes, sizes_for
-from grpo_runs.models import A_MODEL, is_small
+from grpo_runs.models import A_MODEL
 from grpo_runs.modes import MODES, Mode
 
 GPU_CONTROL = Path("/dev/nvidiactl")
@@ -31,8 +31,6 @@ GPU_CONTROL = Path("/dev/nvidiactl")
 MAX_NUM_SEQS = 256
 OWN_GPU_SHARE = 0.9
 """Share of a GPU that a server takes if no other service uses it."""
-HALF_THE_CORES = max(1, CPU.cores // 2)
-"""Server and trainer compute at the same time."""
 
 
 def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -224,11 +222,9 @@ class WholeRunOptions(CommandSettings):
         gt=0,
         description="Seconds to wait for run-api, the trainer and each environment to start",
     )
-    compute_threads: Annotated[
-        int | None,
-        Shown(default="half the cores; a trainer of over 50 million weights uses all"),
-    ] = Field(
-        None,
+    compute_threads: Annotated[int, Shown(default="half the cores")] = Field(
+        # Server and trainer compute at the same time, so each gets half.
+        default_factory=lambda: max(1, CPU.cores // 2),
         ge=1,
         description="Number of CPU threads that the server computes with; several servers share "
         "them. The trainer uses the same number",
@@ -402,7 +398,7 @@ class LaunchOptions(
     def server_threads(self) -> int:
         """Of each worker."""
         workers = self.servers * self.server_workers
-        return max(1, (self.compute_threads or HALF_THE_CORES) // workers)
+        return max(1, self.compute_threads // workers)
 
     @property
     def trainer_device(self) -> str:
@@ -410,11 +406,6 @@ class LaunchOptions(
         if self.server_workers == 1 or not self.on_gpu or ":" in self.device:
             return self.device
         return f"cuda:{self.server_workers}"
-
-    def trainer_threads(self, model: str) -> int:
-        """Args: model: as of `is_small`"""
-        half = self.on_gpu or self.weight_mode.trains_adapter or is_small(model)
-        return self.compute_threads or (HALF_THE_CORES if half else CPU.cores)
 
     @model_validator(mode="after")
     def _fill_sizes(self) -> Self:
