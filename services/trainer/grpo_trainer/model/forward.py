@@ -53,6 +53,9 @@ most: 16 MiB, and as much again for their distribution and for its upper part.""
 _PROBE_LENGTHS = (7, 1, 12, 9)
 _PROBE_SHARED = (0, 0, 0, 5)
 _PROBE_TEMPERATURES = (1.0, 0.7, 1.4, 1.0)
+COPIES = {"cuda": 171}
+"""How often compiled code is also probed with these sequences at once, by type of device: 4,104
+tokens. On a GPU, inductor compiles other code for 4,096 tokens and more."""
 
 
 ForwardPass = Callable[[CausalLM, MicroBatch], TokenValues]
@@ -191,10 +194,14 @@ def _compiled(
     """
     model = base_model(policy)
     compiled = replace(forward, head=forward.head and HeadArithmetic.compiled())
+    probes = [probe]
+    if copies := COPIES.get(device_of(policy).type):
+        probes.append(_Probe(policy, forward, copies))
     try:
         compile_layers(model)
         # Errors of the compiler, or wrong results, must appear now and not in the first step.
-        probe.require_equal(compiled, "torch.compile", differentiates=True)
+        for each in probes:
+            each.require_equal(compiled, "torch.compile", differentiates=True)
     except FastPathRefused as refusal:
         undo_compiling(model)
         if choice == "on":
@@ -264,13 +271,14 @@ def _require_none(model: CausalLM, way: str, obstacles: list[str]) -> None:
 
 
 class _Probe:
-    """Four short sequences, two of which begin alike, and their logprobs as computed in the plain
-    way."""
+    """Short sequences, two of four of which begin alike, and their expected logprobs."""
 
-    def __init__(self, policy: CausalLM) -> None:
+    def __init__(
+        self, policy: CausalLM, expected: ForwardPass = plain_forward, copies: int = 1
+    ) -> None:
         self._policy = policy
-        self._micro = _probe_batch(vocabulary_of(policy)).to(device_of(policy))
-        self._expected = self._logprobs(plain_forward)
+        self._micro = _probe_batch(vocabulary_of(policy), copies).to(device_of(policy))
+        self._expected = self._logprobs(expected)
         self._tolerance = tolerance_of(policy)
 
     def require_equal(self, forward: ForwardPass, way: str, differentiates: bool = False) -> None:
@@ -304,20 +312,21 @@ class _Probe:
         return forward(self._policy, self._micro).logp[self._micro.token_weight > 0]
 
 
-def _probe_batch(vocabulary: int) -> MicroBatch:
-    rows, width = len(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
+def _probe_batch(vocabulary: int, copies: int) -> MicroBatch:
+    lengths, shared = _PROBE_LENGTHS * copies, _PROBE_SHARED * copies
+    rows, width = len(lengths), max(lengths)
     tokens = torch.tensor(probe_tokens(vocabulary, rows * (width + 1))).view(rows, width + 1)
-    for number, shared in enumerate(_PROBE_SHARED):
-        tokens[number, :shared] = tokens[number - 1, :shared]
-    is_trained = torch.arange(width) < torch.tensor(_PROBE_LENGTHS).unsqueeze(-1)
+    for number, beginning in enumerate(shared):
+        tokens[number, :beginning] = tokens[number - 1, :beginning]
+    is_trained = torch.arange(width) < torch.tensor(lengths).unsqueeze(-1)
     return MicroBatch(
         inputs=tokens[:, :-1],
         targets=tokens[:, 1:],
         behaviour_logp=torch.full((rows, width), PROMPT_LOGPROB),
         token_weight=is_trained.float(),
         advantages=torch.zeros(rows, 1),
-        temperature=torch.tensor(_PROBE_TEMPERATURES),
-        lengths=_PROBE_LENGTHS,
-        shared=_PROBE_SHARED,
+        temperature=torch.tensor(_PROBE_TEMPERATURES * copies),
+        lengths=lengths,
+        shared=shared,
         is_logged=(True,) * rows,
     )

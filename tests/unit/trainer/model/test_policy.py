@@ -238,6 +238,28 @@ def test_a_refusal_of_compiled_code_ends_the_run_that_asked_for_it(cause: str) -
 
 
 @COMPILED
+def test_code_that_is_compiled_for_many_tokens_is_compared_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong_for_many(graph: Any, _: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            found = graph.forward(*inputs)
+            is_many = any(isinstance(out, Tensor) and out.shape[:1] > (4,) for out in found)
+            return [2 * out for out in found] if is_many else found
+
+        return run
+
+    compiled = partial(compile_layers, backend=wrong_for_many)
+    monkeypatch.setattr(forward, "compile_layers", compiled)
+    monkeypatch.setattr(forward, "missing_compiler", lambda _: None)
+    options = ForwardOptions(packing="off", fused_head="off", compile=True)
+    assert build_forward_pass(qwen(), options) == FastForward(PADDED)
+    monkeypatch.setitem(forward.COPIES, "cpu", 2)
+    with pytest.raises(FastPathRefused, match=r"with and without torch.compile differ by"):
+        build_forward_pass(qwen(), options)
+
+
+@COMPILED
 def test_layers_run_eagerly_if_compiled_code_is_refused_by_default(
     cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
