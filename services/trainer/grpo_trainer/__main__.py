@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 
 import structlog
 
 from grpo_core.cpu import keep_freed_memory, prepare_cpu
 from grpo_core.errors import GrpoError
+from grpo_core.gpu import OutOfMemory, gpu_error
 from grpo_core.logs import configure_logging
 from grpo_core.settings import load_settings
 from grpo_core.settings.machine import does_not_answer
@@ -19,13 +21,17 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.stop import Stop
 
 EXIT_FAILED = 1
+LESS_MEMORY = (
+    "try --gradient-checkpointing, or lower --tokens-per-micro-batch or the server's share"
+)
+GOES_ON = "Checkpoints are intact: start the trainer again, and it resumes"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     line = load_settings(CommandLine, sys.argv[1:] if argv is None else argv, at_start=True)
     settings = line.settings()
     configure_logging("trainer", settings.log_level)
-    with _errors_logged():
+    with _errors_logged(settings):
         if line.memory_plan:
             from grpo_trainer.memory_plan import memory_plan, text_of
 
@@ -60,9 +66,20 @@ def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
 
 
 @contextlib.contextmanager
-def _errors_logged() -> Iterator[None]:
+def _errors_logged(settings: TrainerSettings) -> Iterator[None]:
     try:
         yield
+    except RuntimeError as error:  # of torch
+        if (found := gpu_error(error, LESS_MEMORY, GOES_ON)) is None:
+            raise
+        traceback.print_exc()  # shows which part of a step failed
+        reason = str(found)
+        if isinstance(found, OutOfMemory):
+            from grpo_trainer.memory_plan import memory_plan, verdict
+
+            reason += ". The plan: " + "; ".join(verdict(memory_plan(settings)).splitlines())
+        structlog.get_logger().error(type(found).__name__, reason=reason)
+        raise SystemExit(EXIT_FAILED) from None
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None

@@ -117,10 +117,6 @@ class FunctionUnusable(GrpoError):
     """The user's own loss or advantage cannot be loaded, or fails on a small batch."""
 
 
-class NoSuchDevice(GrpoError):
-    """The trainer cannot use the GPU that an option names."""
-
-
 class FastPathRefused(GrpoError):
     """The model does not support an option for faster training. The message gives the reason."""
 

@@ -89,6 +89,7 @@ class MemoryBudget:
         name: of the GPU; None if one is assumed
         total_bytes: the GPU's memory, or the host's
         trainer_reserve, server_reserve: bytes that each process needs beside what the plan counts
+        free_bytes: of the GPU, free or this process's own
     """
 
     is_gpu: bool
@@ -96,6 +97,7 @@ class MemoryBudget:
     total_bytes: int
     trainer_reserve: int
     server_reserve: int
+    free_bytes: float = math.inf
 
     @classmethod
     def find(cls, device: str) -> MemoryBudget:
@@ -105,8 +107,10 @@ class MemoryBudget:
             return cls(False, None, _host_bytes(), TRAINER_ON_CPU, SERVER_ON_CPU)
         if not torch.cuda.is_available():
             return cls(True, None, ASSUMED_GPU_BYTES, TRAINER_ON_GPU, SERVER_ON_GPU)
-        found = torch.cuda.get_device_properties(device if device.startswith("cuda") else "cuda")
-        return cls(True, found.name, found.total_memory, TRAINER_ON_GPU, SERVER_ON_GPU)
+        gpu = device if device.startswith("cuda") else "cuda"
+        found = torch.cuda.get_device_properties(gpu)
+        free = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
+        return cls(True, found.name, found.total_memory, TRAINER_ON_GPU, SERVER_ON_GPU, free)
 
 
 def _host_bytes() -> int:
@@ -325,9 +329,18 @@ def with_micro_batch(
         trainer_gib=_gib(plan.trainer_bytes(settings.gradient_checkpointing)),
         server_gib=_gib(plan.server_bytes),
         gpu_gib=_gib(machine.total_bytes),
-        **({} if plan.fits else {"hint": "this may not fit; see grpo --memory-plan"}),
+        **_hint(plan),
     )
     return plan.settings
+
+
+def _hint(plan: MemoryPlan) -> dict[str, str]:
+    needed = plan.trainer_bytes(plan.settings.gradient_checkpointing) - plan.machine.trainer_reserve
+    if not plan.fits:
+        return {"hint": "this may not fit; see grpo --memory-plan"}
+    if needed > (free := plan.machine.free_bytes):
+        return {"hint": f"{_gib(needed)} GiB needed, {_gib(free)} free: see nvidia-smi for others"}
+    return {}
 
 
 def _plan(settings: TrainerSettings, policy: CausalLM, machine: MemoryBudget) -> MemoryPlan:
@@ -376,7 +389,7 @@ def _untrained_policy(settings: TrainerSettings, dtype: torch.dtype) -> CausalLM
 
 
 def text_of(plan: MemoryPlan) -> str:
-    return "\n".join([_head(plan), _server(plan), _trainer(plan), _verdict(plan)])
+    return "\n".join([_head(plan), _server(plan), _trainer(plan), verdict(plan)])
 
 
 def _head(plan: MemoryPlan) -> str:
@@ -434,7 +447,7 @@ def _lines(parts: Mapping[str, int]) -> str:
     return "".join(f"         {_gib(size):>5}  {name}\n" for name, size in parts.items())
 
 
-def _verdict(plan: MemoryPlan) -> str:
+def verdict(plan: MemoryPlan) -> str:
     """Whether they fit, if necessary with --gradient-checkpointing or less for the server."""
     settings, total = plan.settings, _gib(plan.machine.total_bytes)
     is_recomputed = settings.gradient_checkpointing

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from grpo_core.clients.service import ServiceClient
 from grpo_core.errors import GrpoError
 from grpo_core.evaluation.results import EvalResult, read_results, save
 from grpo_core.evaluation.tables import compare, comparison_lines, table_lines
+from grpo_core.gpu import VISIBLE_GPUS, visible_gpu
 from grpo_core.listening import LOOPBACK
 from grpo_core.process import describe_exit
 from grpo_core.security import plain
@@ -155,13 +155,8 @@ def _variables(settings: EvalSettings) -> dict[str, str]:
     """For the server: its key, which other users could read on a command line, and its GPU."""
     _, colon, number = settings.device.partition(":")
     variables = secret_variables(vllm_api_key=settings.vllm_api_key)
-    return variables | ({"CUDA_VISIBLE_DEVICES": visible_gpu(int(number))} if colon else {})
-
-
-def visible_gpu(number: int, environment: Mapping[str, str] = os.environ) -> str:
-    """The GPU `cuda:<number>` among those that this process may use."""
-    visible = list(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-    return visible[number] if number < len(visible) else str(number)
+    option = f"--device {settings.device}"
+    return variables | ({VISIBLE_GPUS: visible_gpu(int(number), option)} if colon else {})
 
 
 def _load(adapter: Path, server_url: str, token: str | None) -> None:

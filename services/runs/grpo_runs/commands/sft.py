@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from grpo_core.errors import GrpoError
+from grpo_core.gpu import VISIBLE_GPUS, visible_gpu
 from grpo_core.settings.machine import MADE_HERE
 from grpo_env.rollout.chat_template import load_template
 from grpo_env.tasks import TaskOptions
 from grpo_env.tasks.tool_calls import THOUGHTS
-from grpo_runs.commands.evaluate import visible_gpu
 from grpo_runs.models import longest_sequence
 from grpo_runs.process.records import ProcessRecords
 from grpo_runs.process.stack import Stack, StopRequest, StopRequested
@@ -117,8 +117,8 @@ def _directory_of(settings: SftSettings, run: RunDirectory, screen: Screen) -> s
 def _show_one_gpu(device: str) -> None:
     """Before torch is imported. With several GPUs in sight, TRL refuses to train in one process."""
     kind, _, number = device.partition(":")
-    if kind != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpu(int(number or 0))
+    if kind != "cpu" and os.environ.get(VISIBLE_GPUS) != "":
+        os.environ[VISIBLE_GPUS] = visible_gpu(int(number or 0), f"--device {device}")
 
 
 def _show(screen: Screen, step: int, steps: int, loss: float) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_core import cpu
+from grpo_core.gpu import NoSuchDevice, gpu_error
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
 from grpo_core.tree.weights import LoraOptions
 from grpo_core.weights.directory_checks import ADAPTER_CONFIG
@@ -23,7 +24,6 @@ from grpo_core.weights.model_files import load_tokenizer, require_whole_model, s
 from grpo_core.weights.ref import WeightKind
 from grpo_trainer.atomic_files import whole_directory
 from grpo_trainer.errors import (
-    NoSuchDevice,
     PolicyMismatch,
     UnsupportedModel,
     UnusableOptimizer,
@@ -84,12 +84,7 @@ def device_to_load_on(wanted: str) -> torch.device:
     index, count = device.index or 0, torch.cuda.device_count()
     if not torch.cuda.is_available():
         raise NoSuchDevice(
-            f"--device {wanted}: torch {torch.__version__} finds no GPU; "
-            + (
-                "this build of torch has no CUDA"
-                if torch.version.cuda is None
-                else "check the driver and CUDA_VISIBLE_DEVICES"
-            )
+            f"--device {wanted}: torch {torch.__version__} finds no GPU. {_why_no_gpu()}"
         )
     if index >= count:
         raise NoSuchDevice(
@@ -97,6 +92,14 @@ def device_to_load_on(wanted: str) -> torch.device:
             "these GPUs"
         )
     return _current(torch.device("cuda", index))
+
+
+def _why_no_gpu() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:
+        return str(gpu_error(error) or error)
+    return "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def require_device(wanted: str, shared: torch.device) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import shlex
 import socket
 import sys
@@ -18,6 +17,7 @@ import structlog
 
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.deadline import Deadline
+from grpo_core.gpu import VISIBLE_GPUS, visible_gpu
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.security import is_loopback, plain
 from grpo_core.sockets import proxy_for
@@ -25,7 +25,7 @@ from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import RestartSettings, SharedVllmSettings, served_weights_directory
 from grpo_core.weights.version_log import VersionLog
 from grpo_trainer.checkpoint.store import OpenedEpochs
-from grpo_trainer.errors import MissingPackage, NoInferenceServer, NoSuchDevice
+from grpo_trainer.errors import MissingPackage, NoInferenceServer
 from grpo_trainer.model.adapter import served_rank
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.attachment import ServerConnection
@@ -45,7 +45,6 @@ STARTS_SERVER_WITH = ("vllm_gpu", "gpu_memory_utilization", "max_model_len")
 mode, so if grpo starts no server it only logs that they are unused."""
 MAX_MODEL_LEN = 4096
 """The default of --max-model-len, unless the model allows less."""
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 END_GRACE_S = 60.0
 """Time for the server to answer its requests in flight."""
 _POLL_S = 0.2
@@ -262,22 +261,9 @@ def _environment(settings: TrainerSettings) -> dict[str, str]:
     values = {
         "REDIS_URL": settings.redis_url.get_secret_value(),
         "VLLM_API_KEY": api_key,
-        VISIBLE_GPUS: None if gpu is None else _visible_gpu(gpu, os.environ.get(VISIBLE_GPUS)),
+        VISIBLE_GPUS: None if gpu is None else visible_gpu(gpu, f"--vllm-gpu {gpu}"),
     }
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _visible_gpu(index: int, visible: str | None) -> str:
-    """The GPU as it is named in `visible`: the GPUs that this process sees, or None for all."""
-    if visible is None:
-        return str(index)
-    gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-    if index >= len(gpus):
-        raise NoSuchDevice(
-            f"--vllm-gpu {index}: {VISIBLE_GPUS}={visible} lists {len(gpus)} GPUs, which "
-            f"--vllm-gpu counts from 0; choose a lower number, or add the GPU to {VISIBLE_GPUS}"
-        )
-    return gpus[index]
 
 
 def _has_gpu() -> bool:

@@ -12,7 +12,7 @@ import pytest
 from grpo_core.evaluation.results import read_result, read_summaries
 from grpo_core.settings import load_settings
 from grpo_runs.__main__ import evaluate
-from grpo_runs.commands.evaluate import evaluate_models, visible_gpu
+from grpo_runs.commands.evaluate import evaluate_models
 from grpo_runs.settings.evaluate import EvalSettings
 from tests.support.process_table import is_alive
 from tests.unit.conftest import Mistake
@@ -247,11 +247,6 @@ def test_a_failure_is_named_in_one_line(evaluation: Evaluation, task: str, told:
 def test_a_signal_ends_every_process(evaluation: Evaluation) -> None:
     assert evaluation.run("--model", "plain", "--task", "stopped:task") == 130
     assert "stopped by SIGINT; every process of this evaluation has ended" in evaluation.shown.err
-
-
-def test_a_device_is_counted_among_the_visible_ones() -> None:
-    assert visible_gpu(1, {"CUDA_VISIBLE_DEVICES": "4,7"}) == "7"
-    assert visible_gpu(1, {}) == "1"
 
 
 @pytest.mark.usefixtures("evaluation")

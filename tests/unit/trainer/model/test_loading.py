@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import T5Config
 
+from grpo_core.gpu import NoSuchDevice
 from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_core.weights.shared_memory import CudaMemory, CudaPlace
-from grpo_trainer.errors import NoSuchDevice, PolicyMismatch, UnreachableWeights, UnsupportedModel
+from grpo_trainer.errors import PolicyMismatch, UnreachableWeights, UnsupportedModel
 from grpo_trainer.model.adapter import with_adapter
 from grpo_trainer.model.loading import (
     TrainedWeights,

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from grpo_core.gpu import NoSuchDevice
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_runs.process.ports import free_port
-from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer, NoSuchDevice
+from grpo_trainer.errors import GrpoError, MissingPackage, NoInferenceServer
 from grpo_trainer.weight_sync import build as server_process
 from grpo_trainer.weight_sync.build import (
     LOG,
