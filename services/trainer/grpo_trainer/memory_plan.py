@@ -159,7 +159,8 @@ def working_bytes(settings: TrainerSettings, policy: CausalLM, is_gpu: bool) -> 
     element, hidden = next(policy.parameters()).element_size(), config.hidden_size
     # The widest layers count, if they differ.
     tokens, (queries, keys) = settings.micro_batch_tokens, max(attention_widths(config))
-    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
+    sizes = getattr(config, "intermediate_size", None) or 4 * hidden
+    mlp = max(sizes) if isinstance(sizes, list) else sizes
     # Each norm stores its input in float32, and its result before and after the weight. Attention
     # stores queries, keys, values and its result, without flash attention also in the order of the
     # row. The MLP stores the gate, the gate's activation, the other half, and their product.

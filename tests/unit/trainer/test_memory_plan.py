@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import Gemma4TextConfig, LlamaConfig
+from transformers import Gemma3nTextConfig, Gemma4TextConfig, LlamaConfig
 
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.memory_plan import GIB, MemoryPlan, memory_plan, text_of
@@ -104,3 +104,15 @@ def test_the_plan_counts_the_keys_of_each_layer_if_their_sizes_differ(tmp_path: 
     )
     found = plan(tmp_path, max_model_len=1)
     assert found.kv_bytes == 2 * 4 * (5 * 256 + 512) * 2
+
+
+def test_the_plan_counts_the_widest_mlp_if_each_layer_has_its_own(tmp_path: Path) -> None:
+    """Gemma 3n: a list of widths."""
+
+    def working_bytes(*widths: int) -> tuple[int, int]:
+        Gemma3nTextConfig(
+            num_hidden_layers=2, intermediate_size=[*widths], num_kv_shared_layers=0
+        ).save_pretrained(tmp_path)
+        return plan(tmp_path).working_bytes
+
+    assert working_bytes(64, 8192) == working_bytes(8192, 64) > working_bytes(64, 64)
