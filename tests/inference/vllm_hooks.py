@@ -153,7 +153,10 @@ _ON_CPU = {
     "vllm.v1.worker.cpu_worker": [""],
     # adapters, computed by a class that the platform names
     "vllm.platforms": ["cpu_platform_plugin", " ~ PLATFORM_PLUGINS_GROUP"],
-    "vllm.platforms.cpu:CpuPlatform": ["get_punica_wrapper"],
+    "vllm.platforms.cpu:CpuPlatform": ["get_punica_wrapper", "get_device_communicator_cls"],
+    "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator": [
+        "__init__ ~ self.dist_module"
+    ],
     "vllm.lora.punica_wrapper.punica_selector": [
         "get_punica_wrapper ~ current_platform.get_punica_wrapper()"
     ],

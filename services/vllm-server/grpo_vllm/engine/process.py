@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from multiprocessing import resource_tracker
 
 import structlog
 
@@ -14,7 +15,7 @@ from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.logs import configure_logging
 from grpo_core.settings import load_settings
-from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, ServerSettings
+from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, ServerSettings, worker_count
 from grpo_vllm.engine.plugin import tie_children_to_this_process
 from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 from grpo_vllm.engine_protocol import EnginePlan
@@ -34,6 +35,9 @@ def preload(options: list[str]) -> str | None:
     os.environ[SHARE_WEIGHTS_VARIABLE] = "1" if settings.share_weights else "0"
     os.environ[SERVER_VARIABLE] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # By default vLLM binds each worker on a CPU to a NUMA node of its own, and without enough nodes
+    # it does not start.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # vLLM's development routes let anyone pause the engine and call its workers without a token.
     # Its routes for adapters accept any path.
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
@@ -50,6 +54,10 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
     settings = load_settings(ServerSettings, options)
     os.environ.pop("VLLM_API_KEY_FILE", None)  # of which vLLM would warn
     tie_children_to_this_process(plan.descriptors())
+    if worker_count(settings.engine_arguments) > 1:
+        # Python's process that removes shared memory of ended processes: vLLM's would start one of
+        # their own, which vLLM kills together with them.
+        resource_tracker.ensure_running()
 
     from grpo_vllm.engine import main
     from grpo_vllm.engine.vllm_compat.layers import current_platform

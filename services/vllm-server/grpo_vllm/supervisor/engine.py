@@ -16,8 +16,9 @@ import httpx
 import structlog
 
 from grpo_core.clients.service import reason_and_kinds
+from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
-from grpo_core.process import end_orphans, killed_with_parent
+from grpo_core.process import children, end_orphans, killed_with_parent
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import EngineState
@@ -31,6 +32,8 @@ SEND_DEADLINE_S = 30.0
 END_DEADLINE_S = 10.0
 ASK_DEADLINE_S = 5.0
 LOAD_DEADLINE_S = 150.0
+ORPHANS_DEADLINE_S = 1.0
+_POLL_S = 0.01
 _LONGEST_PATH = 107 - len("/") - 36
 """Of a directory in which vLLM makes Unix sockets with the name of a UUID."""
 ANSWERING = (EngineState.SERVING, EngineState.PAUSED)
@@ -329,7 +332,11 @@ class EngineSlot:
         assert self.engine is not None, "call launch() first"
         code = await self.engine.end(self._settings.stop_grace_s)
         self.channel.close()
-        # vLLM's worker processes become our children when the engine ends.
+        # vLLM's processes become our children when the engine ends. They end then, and the last one
+        # removes their shared memory.
+        deadline = Deadline(ORPHANS_DEADLINE_S)
+        while children() - self._host.pids and not deadline.has_passed:
+            await asyncio.sleep(_POLL_S)
         end_orphans(self._host.pids)
         self.engine, self.answers = None, False
         self._tokens_before += self._tokens

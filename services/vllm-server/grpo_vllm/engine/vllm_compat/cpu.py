@@ -13,6 +13,9 @@
 prompt. vLLM shares whole blocks only, and its default of 128 tokens on a CPU is longer than many
 prompts. Its kernels also compute smaller blocks, but its backend does not offer them.
 
+`WorkerGroup` removes the names of the memory in which workers add up their results. vLLM keeps the
+names, so the memory of a killed worker would stay in /dev/shm.
+
 Legend: T rows (tokens) of a pass, r rank, S slots for adapters.
 """
 
@@ -23,15 +26,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from grpo_core.tree.server import SHARED_MEMORY
+
 _SMALLEST = 16
 _SMALLEST_EVERYWHERE = 32
 """Kernels of other processors, and the AMX kernel, need multiples of 32."""
+
+
+class WorkerGroup(CpuCommunicator):  # type: ignore[misc]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        group = getattr(self.dist_module, "group_name", None)
+        if group is not None:  # all workers have opened it
+            (SHARED_MEMORY / f"{group}_{self.rank}").unlink(missing_ok=True)
 
 
 class SmallBlocks(CPUAttentionBackend):  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """A vLLM platform plugin: on a CPU, adapters are computed by `vllm_compat.cpu`.
 
 Only in the processes of our server: its routes refuse the adapters that this class cannot compute.
+It also removes what several workers would leave in /dev/shm.
 vLLM imports this module while it chooses the platform, so nothing here may need one.
 """
 
@@ -14,6 +15,7 @@ from vllm.platforms.cpu import CpuPlatform
 from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 
 CPU_ADAPTERS = "grpo_vllm.engine.vllm_compat.cpu.CpuAdapters"
+CPU_WORKERS = "grpo_vllm.engine.vllm_compat.cpu.WorkerGroup"
 _STOCK = "vllm.platforms.cpu.CpuPlatform"
 _OURS = f"{__name__}.CpuPlatformWithAdapters"
 
@@ -22,6 +24,10 @@ class CpuPlatformWithAdapters(CpuPlatform):  # type: ignore[misc]
     @classmethod
     def get_punica_wrapper(cls) -> str:
         return CPU_ADAPTERS
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return CPU_WORKERS
 
 
 def platform() -> str | None:
