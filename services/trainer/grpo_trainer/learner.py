@@ -19,7 +19,7 @@ from torch import nn
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, MicroBatch
-from grpo_trainer.errors import NonFiniteLoss, NonFiniteStep
+from grpo_trainer.errors import NonFiniteGradient, NonFiniteLoss, NonFiniteStep
 from grpo_trainer.losses import (
     NO_SUMS,
     LossParts,
@@ -193,6 +193,8 @@ class Learner:
                 self.optimizer.gradients.clear()
                 if is_repeated:
                     raise
+                if isinstance(error, NonFiniteGradient):
+                    meanwhile = NOTHING  # it was called: the checks count each batch once
                 log.warning("step.retried", step=step, reason=str(error))
         raise AssertionError
 

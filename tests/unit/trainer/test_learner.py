@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import grpo_trainer.learner
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_trainer.learner import Meanwhile, accumulate_gradients
+from grpo_trainer.errors import NonFiniteGradient, NonFiniteLoss, NonFiniteStep
+from grpo_trainer.learner import Meanwhile, accumulate_gradients, build_learner
 from grpo_trainer.losses import policy_loss
 from grpo_trainer.model.forward import FastForward, plain_forward
 from grpo_trainer.model.fused_head import EAGER
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.optim.master_optimizer import build_optimizer
+from grpo_trainer.ranks import ALONE
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 from tests.unit.trainer.groups import inputs_of
 
@@ -83,3 +86,27 @@ def test_the_host_works_before_it_waits_for_the_gradients(monkeypatch: pytest.Mo
     stats = accumulate_gradients(policy, batch, GRPO, 0, forward, optimizer, meanwhile=meanwhile)
     passes = ["forward", "begun", "backward"] * len(batch.micro_batches)
     assert done == [*passes, f"{len(stats.tokens)} tokens known", "norm"]
+
+
+@pytest.mark.parametrize("error", [NonFiniteGradient, NonFiniteLoss])
+def test_a_step_that_is_tried_twice_is_checked_once(
+    error: type[NonFiniteStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some checks end the run if two batches in a row look wrong."""
+    settings = CommandLine.model_validate({"model": "m", "mode": "shared_vllm"}).settings()
+    learner, checked, failures = build_learner(qwen(), settings, ALONE), list[int](), [error("nan")]
+    failing, name = (
+        (learner.optimizer, "gradient_norm")
+        if error is NonFiniteGradient
+        else (grpo_trainer.learner, "backward")
+    )
+    works = getattr(failing, name)
+
+    def fails_once(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return works(*arguments)
+
+    monkeypatch.setattr(failing, name, fails_once)
+    learner.accumulate(ragged_batch(), GRPO, 0, Meanwhile(known=lambda t: checked.append(len(t))))
+    assert len(checked) == 1
