@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
+from unicodedata import category
 
 from grpo_core.wire.fields import MASKED, TokenId
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 
 T = TypeVar("T")
+_JOINERS = "\u200c\u200d"
+"""Of letters in Persian and Indic scripts, and of emoji."""
 
 Message = dict[str, Any]
 """Has the keys `role` and `content`; further keys, such as `tool_calls`, are free."""
@@ -218,5 +221,10 @@ def content_of(message: Message) -> str:
 
 def printable(line: str) -> str:
     """The line for a terminal: what a model or a reward wrote may hold control characters, which
-    are shown as their escape sequences."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    are shown as their escape sequences. Spaces and joiners of other scripts stay."""
+    return "".join(c if _is_shown(c) else c.encode("unicode_escape").decode() for c in line)
+
+
+def _is_shown(character: str) -> bool:
+    is_blank = character in _JOINERS or category(character) == "Zs"
+    return is_blank or character.isprintable()

@@ -106,10 +106,12 @@ def test_a_step_without_sequences_for_the_filters_is_told(run: Path) -> None:
 
 
 def test_lines_fit_80_columns_and_hold_no_control_characters(run: Path) -> None:
-    """Wide characters count as two columns."""
+    """Wide characters count as two columns. Spaces and joiners of other scripts stay."""
+    blanks = "oui\u202f! 数\u3000学 می\u200cروم"
+    answer = f"{'数' * 99}\n\n\x1b[2J\r bell\x07 é\n{blanks}\u202e\u2028"
     said = [
         {"role": "user", "content": "word " * 100 + "x" * 200},
-        {"role": "assistant", "content": "数" * 99 + "\n\n\x1b[2J\r bell\x07 é"},
+        {"role": "assistant", "content": answer},
     ]
     parts = {f"part_{i}": 0.5 for i in range(12)}
     for step in (1, 2):
@@ -119,7 +121,8 @@ def test_lines_fit_80_columns_and_hold_no_control_characters(run: Path) -> None:
         assert max(map(cell_len, out.splitlines())) == 80
         assert not {char for char in out if ord(char) < 32} - {"\n"}
         assert r"\x1b[2J\r bell\x07 é" in out
-        assert out.count("数") == 99 * (2 if "--diff" in words else 1)
+        assert blanks + r"\u202e\u2028" in out
+        assert out.count("数") == 100 * (2 if "--diff" in words else 1)
 
 
 def test_without_messages_the_tokens_are_decoded(run: Path, tmp_path: Path) -> None:
