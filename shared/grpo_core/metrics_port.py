@@ -71,7 +71,8 @@ def serving_metrics(host: str, port: int | None, collector: Collector) -> Iterat
         listening = listen(host, port)
     except OSError as error:
         raise MetricsNotServed(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --metrics-port"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --metrics-port or "
+            "--metrics-host"
         ) from error
     server = _Server(listening, _Handler.factory(registry))
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)

@@ -261,7 +261,8 @@ class OpenEnvServer:
             )
         except aiohttp.WSServerHandshakeError as error:
             raise EnvironmentUnusable(
-                f"{self.url}/ws takes no WebSocket ({error.status}); openenv-core 0.2 does"
+                f"{self.url}/ws takes no WebSocket ({error.status}); it needs openenv-core 0.2 or "
+                "newer"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             self._require_alive()

@@ -127,7 +127,8 @@ class Grader:
         unknown = sorted(self._weights.keys() - self._parts)
         if unknown and self._parts:
             raise UnknownRewardPart(
-                f"no reward parts {', '.join(unknown)}; there are {', '.join(sorted(self._parts))}"
+                f"weights of unknown reward parts: {', '.join(unknown)}; there are "
+                f"{', '.join(sorted(self._parts))}"
             )
 
     async def _call(self, item: Item, answer: Answer) -> Grade | Ungraded:

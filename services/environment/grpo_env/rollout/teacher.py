@@ -105,7 +105,8 @@ class TeacherClient(AsyncServiceClient):
             served = [model.id for model in _Models.model_validate_json(answer).data]
         except (RequestRefused, ValidationError) as error:
             raise TeacherUnusable(
-                f"no models at {self.base_url}/v1/models ({error}); check it and TEACHER_API_KEY"
+                f"no models at {self.base_url}/v1/models ({error}); check --teacher-url, and "
+                "TEACHER_API_KEY if it needs a key"
             ) from error
         if self.model is None and len(served) == 1:
             self.model = served[0]

@@ -227,6 +227,13 @@ async def test_the_teachers_name_is_that_of_a_served_model(
                 await client.find_model(DEADLINE_S)
 
 
+async def test_a_server_that_lists_no_models_is_named_with_its_option() -> None:
+    with stub_server({"GET /v1/models": lambda _: (200, {})}) as server:
+        async with TeacherClient(f"{server.url}/v1", None, DEADLINE_S, 8, "key") as client:
+            with pytest.raises(TeacherUnusable, match="; check --teacher-url, and"):
+                await client.find_model(DEADLINE_S)
+
+
 def shorten(answer: dict[str, Any]) -> None:
     for name in ("tokens", "token_logprobs"):
         answer["choices"][0]["logprobs"][name].pop()
