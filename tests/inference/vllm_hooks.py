@@ -66,6 +66,9 @@ _EVERYWHERE: dict[str, list[str]] = {
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels": ["__init__ ~ self.lora_requests"],
     # a fork server that has imported everything
     "vllm.v1.engine.core": [""],
+    # errors that end its processes, which `vllm_compat.failures` names
+    "vllm.v1.engine.core:EngineCoreProc": ["run_engine_core ~ logger.exception("],
+    "vllm.v1.executor.multiproc_executor:WorkerProc": ["worker_main ~ logger.exception("],
     "vllm.v1.executor.uniproc_executor": [""],
     "vllm.v1.worker.gpu_worker": [
         *("Worker.get_model", "Worker.start_weight_update"),

@@ -22,17 +22,19 @@ VARIABLE = "GRPO_VLLM_ENGINE_PROCESS"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes. Registers small KV blocks for a CPU, the backend
-    that loads weights while the engine runs, in our server how it loads its tokenizer, and the
-    shared load format only if the server shares weights."""
+    """Called by vLLM in each of its processes. Registers what names its failures, small KV blocks
+    for a CPU, the backend that loads weights while the engine runs, in our server how it loads its
+    tokenizer, and the shared load format only if the server shares weights."""
     end_with_the_engine_process()
     # Not at the top: `engine.process` prepares the environment before vLLM is imported.
+    from grpo_vllm.engine.vllm_compat.failures import name_logged_failures
     from grpo_vllm.engine.vllm_compat.launch import (
         offer_small_blocks,
         offer_staged_update,
         use_file_tokenizer,
     )
 
+    name_logged_failures()
     offer_small_blocks()
     offer_staged_update()
     if SERVER_VARIABLE in os.environ:

@@ -18,6 +18,7 @@ from grpo_core.settings import load_settings
 from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, ServerSettings, worker_count
 from grpo_vllm.engine.plugin import tie_children_to_this_process
 from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
+from grpo_vllm.engine.vllm_compat.failures import log_failure
 from grpo_vllm.engine_protocol import EnginePlan
 
 EXIT_FAILED = 1
@@ -68,6 +69,10 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # finalising an interpreter that has imported vLLM takes half a second
+    except RuntimeError as error:  # of vLLM, for example if it finds no GPU
+        if not log_failure(error):
+            raise
+        raise SystemExit(EXIT_FAILED) from None
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None
