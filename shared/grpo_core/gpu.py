@@ -50,7 +50,7 @@ FAULTS: Mapping[type[GrpoError], Mapping[str, str]] = {
             "update the driver: nvidia-smi shows the newest CUDA that it runs"
         ),
         "no NVIDIA driver|no CUDA-capable device|No CUDA GPUs are|Failed to infer device type": (
-            f"check nvidia-smi and {VISIBLE_GPUS}; a container needs --gpus; a CPU, DEVICE=cpu"
+            f"check nvidia-smi, {VISIBLE_GPUS}, a container's --gpus; or install for DEVICE=cpu"
         ),
         "Torch not compiled with CUDA": "remove .venv, then run make install DEVICE=cuda",
         "no kernel image": "torch.cuda.get_arch_list() shows the GPUs of this build of torch",

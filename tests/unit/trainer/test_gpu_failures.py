@@ -91,7 +91,7 @@ def test_memory_that_other_processes_use_is_named_before_the_first_step(
     ("text", "advice"),
     [
         ("The NVIDIA driver on your system is too old (found version 11040).", "update the driver"),
-        ("Found no NVIDIA driver on your system.", "a CPU, DEVICE=cpu"),
+        ("Found no NVIDIA driver on your system.", "install for DEVICE=cpu"),
     ],
 )
 def test_why_there_is_no_gpu(text: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
