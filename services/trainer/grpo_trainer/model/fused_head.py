@@ -94,7 +94,7 @@ def obstacles(model: CausalLM) -> list[str]:
 @dataclass(frozen=True)
 class HeadArithmetic:
     """The computations on the logits of some rows: [K, V] in the model's type. `gradient` replaces
-    them by their gradient, and `logprobs` may overwrite them unless it is compiled."""
+    them by their gradient, and `logprobs` may overwrite them if they are in float32."""
 
     logprobs: Callable[..., tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[..., Tensor]
@@ -251,7 +251,9 @@ class _LinearLogprobs(torch.autograd.Function):
         rest = (targets, temperature, cap, logsumexp, entropy)
         ctx.save_for_backward(hidden, weight, bias, *rest)
         ctx.arithmetic, ctx.rows = arithmetic, rows
-        ctx.logits = logits if arithmetic.is_compiled else None
+        # In float32, eager code overwrites them, and torch.compile may fall back to it.
+        keeps = arithmetic.is_compiled and hidden.dtype != torch.float32
+        ctx.logits = logits if keeps else None
         ctx.set_materialize_grads(False)  # None: the loss does not depend on it
         return logp, entropy
 

@@ -112,6 +112,16 @@ def test_so_are_those_of_the_code_that_is_compiled_once(
     assert "scatter" not in "".join(traced)  # it would be a kernel of its own
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_so_are_those_of_compiled_code_that_falls_back_to_eager(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with TORCHDYNAMO_DISABLE=1, or after too many compilations."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    case = Case(dtype)
+    case.require_equal(case.fused(8, HeadArithmetic.compiled()), with_entropy=True)
+
+
 def test_many_rows_add_up_in_float32() -> None:
     """One row at a time, in bfloat16: a sum that is rounded each time would stop growing."""
     rows = 2000
