@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -70,7 +71,6 @@ class LiveRun:
         self.log = MetricsLog(run.metrics)
         self._logs = ServiceLogs(run.logs)
         self._token = token
-        self._probe = HealthProbe(token, RUN_API_TIMEOUT_S)
         self._clock = clock
         self._lock = threading.Lock()
         self._files_lock = threading.Lock()
@@ -85,6 +85,11 @@ class LiveRun:
         self._evaluated: tuple[int, int] = (0, 0)
         self._evaluations = Evaluations(())
         self._provenance: tuple[tuple[int, int], Provenance] | None = None
+
+    @cached_property
+    def _probe(self) -> HealthProbe:
+        """Of its run-api. To open it takes 50 ms, and a run that has ended needs none."""
+        return HealthProbe(self._token, RUN_API_TIMEOUT_S)
 
     @property
     def name(self) -> str:

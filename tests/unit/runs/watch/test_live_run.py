@@ -146,6 +146,7 @@ def test_how_a_run_ended(run: RunDirectory, live: LiveRun, state: str) -> None:
     assert stages(live) == {"trainer": "ended"}
     told = [(one["level"], one["event"], one["text"]) for one in live.state()["warnings"]]
     assert told == ([("error", "RuntimeError", "no disk")] if state == "failed" else [])
+    assert "_probe" not in vars(live), "run-api of a run that has ended needs no connections"
 
 
 def test_a_run_whose_command_was_killed(run: RunDirectory, live: LiveRun) -> None:
