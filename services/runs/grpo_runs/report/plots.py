@@ -122,5 +122,6 @@ def _draw_curve(
 ) -> None:
     """The moving average, and faintly each value."""
     averages = moving_average(rewards, average_window(len(rewards)))
-    axes.plot(positions, rewards, color=colour, alpha=0.3, linewidth=0.8)
+    # A single value has a dot, and no line.
+    axes.plot(positions, rewards, ".-", color=colour, alpha=0.3, linewidth=0.8, markersize=3)
     axes.plot(positions, averages, dashes, color=colour, linewidth=2.4, label=label)
