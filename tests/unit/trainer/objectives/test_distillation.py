@@ -145,7 +145,7 @@ def test_groups_without_a_teacher_are_refused_by_name() -> None:
     assert sequences_of([taught(group())], NEEDS_TEACHER)
     nothing: list[list[list[float]]] = [[[]] * 3, [[]] * 5]
     for without in group(), group(distill_token_ids=nothing, distill_logprobs=nothing):
-        with pytest.raises(UnusableGroup, match=r"no distill_logprobs; pass --teacher-url") as raised:
+        with pytest.raises(UnusableGroup, match=r"distill_logprobs; pass --teacher-url") as raised:
             sequences_of([without], NEEDS_TEACHER)
         assert raised.value.reason == "no_teacher_logprobs"
 
