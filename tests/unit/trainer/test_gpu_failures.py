@@ -11,10 +11,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from grpo_core.tree.trainer import ForwardOptions
 from grpo_trainer import __main__ as grpo
 from grpo_trainer.memory_plan import GIB, MemoryBudget, memory_plan, with_micro_batch
+from grpo_trainer.model.forward import FastForward, build_forward_pass
 from grpo_trainer.model.loading import device_to_load_on
 from grpo_trainer.ranks import ALONE
+from tests.unit.trainer.forward_rig import qwen
 from tests.unit.trainer.ranks.test_loop import settings_of
 from tests.unit.trainer.tiny_policy import model_directory
 
@@ -102,3 +105,14 @@ def test_why_there_is_no_gpu(text: str, advice: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(Exception, match=f"--device cuda: torch .* finds no GPU. .*{advice}"):
         device_to_load_on("cuda")
+
+
+def test_a_gpu_that_fails_while_a_faster_way_is_tried_is_no_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(FastForward, "__call__", fail)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        build_forward_pass(qwen(), ForwardOptions())

@@ -288,7 +288,7 @@ class _Probe:
             if differentiates:
                 self._differentiate(forward)
             found = self._logprobs(forward)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the GPU, not of the way
             raise
         except Exception as error:  # a family whose parts have other names or arguments
             raise FastPathRefused(
