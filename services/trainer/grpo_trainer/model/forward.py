@@ -312,7 +312,7 @@ class _Probe:
         return forward(self._policy, self._micro).logp[self._micro.token_weight > 0]
 
 
-def _probe_batch(vocabulary: int, copies: int) -> MicroBatch:
+def _probe_batch(vocabulary: int, copies: int = 1) -> MicroBatch:
     lengths, shared = _PROBE_LENGTHS * copies, _PROBE_SHARED * copies
     rows, width = len(lengths), max(lengths)
     tokens = torch.tensor(probe_tokens(vocabulary, rows * (width + 1))).view(rows, width + 1)
