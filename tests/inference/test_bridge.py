@@ -231,7 +231,7 @@ def test_routes_socket_and_file_describe_the_same_weights(shared_server: Inferen
     for private in (shared_server.bridge_config, shared_server.socket):
         assert private.stat().st_mode & 0o777 == 0o600
     with connect_weights(shared_server.socket) as connection:
-        with pytest.raises(ServiceUnavailable, match="another trainer is attached to this server"):
+        with pytest.raises(ServiceUnavailable, match="another trainer is attached; run one"):
             connect_weights(shared_server.socket)
         assert connection.grant.manifest.parameters == config.param_mappings
         assert connection.grant.manifest.generation == config.generation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ print("done")
 
 
 def test_a_process_whose_log_is_on_a_full_disk_goes_on() -> None:
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as launcher and images start services
+    command = [sys.executable, "-c", PROGRAM]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=full)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, env=variables)
     assert (done.returncode, done.stdout) == (0, b"done\n")

@@ -164,7 +164,7 @@ def test_data_that_leaves_nothing_is_refused() -> None:
         evaluation_items(Numbered(["a"], ["a"]))
     task = Numbered(["a"])
     task.held_out = 0.9999999
-    with pytest.raises(DataUnusable, match="give more rows than 1"):
+    with pytest.raises(DataUnusable, match="all 1 rows are held out; use --eval-data"):
         training_items(task)
 
 
