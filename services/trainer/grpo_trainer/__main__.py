@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import structlog
 
-from grpo_core.cpu import keep_freed_memory, prepare_cpu
+from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.gpu import OutOfMemory, gpu_error
 from grpo_core.logs import configure_logging
@@ -54,13 +54,9 @@ def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
     stop.listen()
     prepare_cpu()
 
-    from torch import cuda
-
     from grpo_trainer.ranks import process_group, settings_of_rank
     from grpo_trainer.train import train
 
-    if not cuda.is_available():
-        keep_freed_memory()
     with process_group(processes) as ranks:
         train(settings_of_rank(settings, processes), ranks, stop)
 

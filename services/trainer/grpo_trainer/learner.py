@@ -16,6 +16,7 @@ import structlog
 import torch
 from torch import nn
 
+from grpo_core.cpu import keep_freed_memory
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch, MicroBatch
@@ -222,6 +223,8 @@ def load_learner(policy: CausalLM | None, settings: TrainerSettings, ranks: Rank
         policy.eval()
         warn_of_slow_type(policy)
     policy, settings = broadcast_policy(policy, settings, ranks)
+    if device_of(policy).type == "cpu":
+        keep_freed_memory(max(parameter.nbytes for parameter in policy.parameters()))
     return build_learner(policy, settings, ranks)
 
 

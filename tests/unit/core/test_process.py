@@ -51,21 +51,37 @@ def test_what_the_user_has_set_wins(
     assert os.environ.get(name) == expected
 
 
-def test_memory_that_a_process_frees_serves_its_next_allocations() -> None:
+@pytest.mark.parametrize(
+    ("largest", "variables", "keeps"),
+    [
+        (2**27, {}, True),
+        (2**27 + 1, {}, False),
+        (2**27, {"MALLOC_MMAP_THRESHOLD_": "262144"}, False),
+    ],
+)
+def test_memory_that_a_process_frees_serves_its_next_allocations(
+    largest: int, variables: dict[str, str], keeps: bool
+) -> None:
     """Counted in pages that the kernel must fill."""
     code = (
         "import resource\n"
         "from grpo_core.cpu import keep_freed_memory\n"
-        "keep_freed_memory()\n"
+        f"keep_freed_memory({largest})\n"
         "for turn in range(2):\n"
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    block = b'1' * 2**26\n"
         "    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
         "    del block\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | variables,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     first, second = map(int, found.stdout.split())
-    assert second < first / 10
+    assert (second < first / 10) == keeps
 
 
 AMD, INTEL = "AuthenticAMD", "GenuineIntel"
