@@ -80,6 +80,7 @@ class Lead:
                 case SkippedBatch(batch_id):
                     position = self._skip(batch_id, position)
                 case LeasesFull() as full:
+                    self._write()
                     if not self.saver.release_batches():
                         raise full
                 case None:

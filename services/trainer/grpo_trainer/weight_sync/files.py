@@ -391,7 +391,8 @@ def _require_server(url: str, info: BridgeInfo, kind: WeightKind, run_id: str) -
         problems.append("the server runs without Redis: start it without --redis-url none")
     elif run_id not in ("", info.run_id):
         problems.append(
-            f"the server's --run-id is {info.run_id!r}, but the trainer's is {run_id!r}: omit it"
+            f"the server's --run-id is {info.run_id!r}, but the trainer's is {run_id!r}; "
+            "omit --run-id"
         )
     if kind is WeightKind.ADAPTER and not info.lora_enabled:
         problems.append("it accepts no adapters: start it with --enable-lora --max-lora-rank R")
