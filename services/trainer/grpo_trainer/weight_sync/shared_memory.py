@@ -61,7 +61,8 @@ class MappedWeights:
         names = sorted({region.dtype for region in self.manifest.parameters.values()})
         if len(names) != 1:
             raise PolicyMismatch(
-                f"the server's parameters have several data types: {names}; start it with one --dtype"
+                f"the server's parameters have several data types, {names}; start it with one "
+                "--dtype"
             )
         dtype: torch.dtype = getattr(torch, names[0])
         return dtype
