@@ -54,6 +54,13 @@ device=$(setting STACK_DEVICE)
 if [ "${replicas:-1}" != 1 ] && [ "$device" = gpu ]; then
   problem "REPLICAS=$replicas with STACK_DEVICE=gpu: Compose would give every server the same GPU; set REPLICAS=1, or use the chart (docs/how-to/kubernetes.md)"
 fi
-if [ -z "${BUILD_ONLY:-}" ] && [ "$device" = gpu ] && ! docker info --format '{{.Runtimes}}' | grep nvidia >/dev/null; then
-  problem "STACK_DEVICE=gpu, but Docker has no runtime named nvidia: install NVIDIA's container toolkit, or set STACK_DEVICE=cpu in .env"
+if [ -z "${BUILD_ONLY:-}" ] && [ "$device" = gpu ]; then
+  driver=$(setting GPU_DRIVER)
+  case ${driver:-nvidia} in
+    nvidia) field=Runtimes offer=nvidia lacks="Docker has no runtime named nvidia: install NVIDIA's container toolkit, set GPU_DRIVER=cdi if docker info lists nvidia.com/gpu, or set STACK_DEVICE=cpu" ;;
+    cdi) field=DiscoveredDevices offer=nvidia.com/gpu lacks="docker info lists no nvidia.com/gpu: with Docker 28.2 or newer, run nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml, or set STACK_DEVICE=cpu" ;;
+    *) problem "GPU_DRIVER=$driver: choose nvidia or cdi" ;;
+  esac
+  docker info --format "{{.$field}}" 2>/dev/null | grep "$offer" >/dev/null ||
+    problem "STACK_DEVICE=gpu with GPU_DRIVER=${driver:-nvidia}, but $lacks in .env"
 fi

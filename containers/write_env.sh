@@ -3,9 +3,14 @@
 set -euo pipefail
 device=cpu
 # grep without -q reads to the end: nvidia-smi would fail if the pipe closed early.
-if nvidia-smi --list-gpus 2>/dev/null | grep GPU >/dev/null &&
-  docker info --format '{{.Runtimes}}' 2>/dev/null | grep nvidia >/dev/null; then
-  device=gpu
+driver=nvidia
+offers() { docker info --format "{{.$1}}" 2>/dev/null | grep "$2" >/dev/null; }
+if nvidia-smi --list-gpus 2>/dev/null | grep GPU >/dev/null; then
+  if offers Runtimes nvidia; then
+    device=gpu
+  elif offers DiscoveredDevices nvidia.com/gpu; then
+    device=gpu driver=cdi
+  fi
 fi
 threads=$(($(getconf _NPROCESSORS_ONLN) / 2))
 {
@@ -13,6 +18,7 @@ threads=$(($(getconf _NPROCESSORS_ONLN) / 2))
   echo "STACK_DEVICE=$device"
   echo "CPU_THREADS=$((threads > 0 ? threads : 1))"
   if [ $device = gpu ]; then
+    echo "GPU_DRIVER=$driver"
     echo "DTYPE=bfloat16"
     echo "VLLM_FLAGS=--gpu-memory-utilization 0.45"
   fi

@@ -151,6 +151,50 @@ def test_workers_on_gpus_leave_one_to_the_trainer_and_share_no_memory_with_it() 
             assert ("remove --tensor-parallel-size" in done.stderr) == is_refused
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gpu_by_cdi_needs_its_name_and_no_runtime(mode: str) -> None:
+    wanted = {"GPU_DRIVER": "cdi", "GPU_ID": "1"}
+    found = services(mode, STACK_DEVICE="gpu", **wanted)
+    computing = [s for n, s in found.items() if n.startswith(("trainer", "vllm-server", "single"))]
+    assert computing
+    for service in computing:
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["device_ids"]) == ("cdi", ["nvidia.com/gpu=1"])
+        assert "runtime" not in service
+    assert [*services(mode, **wanted).values()] == [*services(mode, GPU_ID="1").values()]  # a CPU
+
+
+DOCKER = """#!/bin/sh
+case "$*" in
+  *Runtimes*) echo "map[$RUNTIMES runc:{runc [] <nil>}]" ;;
+  *DiscoveredDevices*) echo "[$DEVICES]" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("runtimes", ["nvidia:{nvidia-container-runtime [] <nil>}", ""])
+@pytest.mark.parametrize("devices", ["{cdi nvidia.com/gpu=0} {cdi nvidia.com/gpu=all}", ""])
+def test_gpus_are_given_in_a_way_that_the_host_has(
+    runtimes: str, devices: str, tmp_path: Path
+) -> None:
+    for name, text in (("docker", DOCKER), ("nvidia-smi", "#!/bin/sh\necho GPU 0: H100\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    host = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNTIMES": runtimes, "DEVICES": devices}
+    assert run(["bash", "containers/write_env.sh", str(tmp_path / "env")], host).returncode == 0
+    written = dict(
+        re.findall("(?m)^(STACK_DEVICE|GPU_DRIVER)=(.*)", (tmp_path / "env").read_text())
+    )
+    driver = "nvidia" if runtimes else "cdi"
+    on_gpu = {"STACK_DEVICE": "gpu", "GPU_DRIVER": driver}
+    assert written == (on_gpu if runtimes or devices else {"STACK_DEVICE": "cpu"})
+    for driver, offered in (("nvidia", runtimes), ("cdi", devices), ("cuda", "")):
+        settings = host | {"STACK_DEVICE": "gpu", "GPU_DRIVER": driver}
+        done = run(["bash", "containers/check_host.sh", "none", "none"], settings)
+        assert done.returncode == (0 if offered else 1), done.stderr
+        assert (f"GPU_DRIVER={driver}" in done.stderr) == (not offered)
+
+
 def test_the_example_lists_every_setting_and_no_other() -> None:
     example = (ROOT / "containers" / "env.example").read_text()
     documented = set(re.findall(r"(?m)^#([A-Z]\w*)=", example))
