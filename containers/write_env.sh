@@ -1,9 +1,8 @@
 #!/bin/bash
 # Writes the settings that depend on this host: `write_env.sh FILE`. All other settings have defaults.
 set -euo pipefail
-device=cpu
+device=cpu driver=nvidia
 # grep without -q reads to the end: nvidia-smi would fail if the pipe closed early.
-driver=nvidia
 offers() { docker info --format "{{.$1}}" 2>/dev/null | grep "$2" >/dev/null; }
 if nvidia-smi --list-gpus 2>/dev/null | grep GPU >/dev/null; then
   if offers Runtimes nvidia; then
