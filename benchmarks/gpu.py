@@ -124,7 +124,7 @@ def _measure(bench: GpuBench, part: PartName, until: Deadline) -> bool:
     bench.begin(f"GPU: {bench.size if bench.on_gpu else f'{bench.size} on a CPU'}, {part}")
     try:
         measures[part](bench, until)
-    except (GrpoError, RuntimeError, OSError, ImportError) as error:
+    except (GrpoError, RuntimeError, OSError, ImportError, ValueError, KeyError) as error:
         log.exception("a part failed", part=part)
         bench.leave_out(part, f"{type(error).__name__}: {error}")
         return False
