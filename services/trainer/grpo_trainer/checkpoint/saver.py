@@ -20,7 +20,8 @@ from grpo_trainer.coefficients import Coefficients
 from grpo_trainer.data.batches import BatchQueue, Position
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.loading import TrainedWeights, model_tensors
+from grpo_trainer.model.division import model_tensors
+from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.ranks import CHECKPOINT_FIRST
 
 log = structlog.get_logger()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import structlog
 import torch
-from torch import Tensor
 
 from grpo_core import cpu
 from grpo_core.gpu import NoSuchDevice, gpu_error
@@ -29,6 +28,7 @@ from grpo_trainer.errors import (
     UnusableOptimizer,
 )
 from grpo_trainer.model.adapter import with_adapter
+from grpo_trainer.model.division import whole_tensors
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.ranks import Ranks
 
@@ -231,7 +231,7 @@ def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
 
     # transformers would take views of one storage for tied weights, so save separate tensors. They
     # are copied to the host, because a GPU may have no room for a second copy of the model.
-    tensors = {n: t.detach().to("cpu", copy=True) for n, t in model_tensors(policy).items()}
+    tensors = {name: t.to("cpu", copy=True) for name, t in whole_tensors(policy)}
     own = policy.generation_config
     # transformers refuses to save some files that it has read, for example with a temperature and
     # without do_sample, so the model's file is copied as it is.
@@ -242,14 +242,6 @@ def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
         policy.generation_config = own
     if (file := _generation_config_file(model_name)) is not None:
         shutil.copyfile(file, directory / file.name)
-
-
-def model_tensors(policy: CausalLM) -> dict[str, Tensor]:
-    """The tensors of a saved model by name: parameters, each once, and persistent buffers, for
-    example the correction of a router."""
-    saved = policy.state_dict()
-    buffers = {name: buffer for name, buffer in policy.named_buffers() if name in saved}
-    return dict(policy.named_parameters()) | buffers
 
 
 def _generation_config_file(model_name: str) -> Path | None:
