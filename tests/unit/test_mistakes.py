@@ -39,7 +39,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
             "server's own memory; pass --mode none, lora_only or lora_restart, or start one "
             "process"
         ),
-        "--model m --mode none --fsdp": "--fsdp: needs several trainer processes; start grpo",
+        "--model m --mode none --fsdp": "--fsdp: needs several trainer processes; pass --ranks",
         "--model m --mode none --world-size 2 --device cuda:1": (
             "--device: cuda:1: each of 2 trainer processes uses the GPU of its --local-rank"
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -13,14 +14,15 @@ from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.gpu import OutOfMemory, gpu_error
 from grpo_core.logs import configure_logging
+from grpo_core.process import end_with_parent
 from grpo_core.settings import load_settings
 from grpo_core.settings.machine import does_not_answer
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
+from grpo_trainer.errors import EXIT_FAILED, EXIT_LOST, LostRank
 from grpo_trainer.stop import Stop
 
-EXIT_FAILED = 1
 LESS_MEMORY = (
     "try --gradient-checkpointing, or lower --tokens-per-micro-batch or the server's share"
 )
@@ -28,14 +30,26 @@ GOES_ON = "Checkpoints are intact: start the trainer again, and it resumes"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    line = load_settings(CommandLine, sys.argv[1:] if argv is None else argv, at_start=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # torchrun gives its ranks sessions of their own: they outlive its kill
+    words = sys.argv[1:] if argv is None else argv
+    line = load_settings(CommandLine, words, at_start=True)
     settings = line.settings()
-    configure_logging("trainer", settings.log_level)
+    is_quiet = line.trainer_rank and settings.log_level == "INFO"
+    configure_logging("trainer", "WARNING" if is_quiet else settings.log_level)
+    if line.world_size > 1:
+        structlog.contextvars.bind_contextvars(rank=line.trainer_rank)
     with _errors_logged(settings):
         if line.memory_plan:
             from grpo_trainer.memory_plan import memory_plan, text_of
 
             sys.stdout.write(text_of(memory_plan(settings)))
+        elif line.starts_ranks:
+            prepare_cpu()
+
+            from grpo_trainer.launch import launch
+
+            raise SystemExit(launch(line, words))
         else:
             _train(settings, line)
 
@@ -78,7 +92,8 @@ def _errors_logged(settings: TrainerSettings) -> Iterator[None]:
         raise SystemExit(EXIT_FAILED) from None
     except GrpoError as error:
         structlog.get_logger().error(type(error).__name__, reason=str(error))
-        raise SystemExit(EXIT_FAILED) from None
+        may_restart = isinstance(error, LostRank) and not error.is_final
+        raise SystemExit(EXIT_LOST if may_restart else EXIT_FAILED) from None
 
 
 if __name__ == "__main__":

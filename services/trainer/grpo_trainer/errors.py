@@ -26,6 +26,10 @@ Group {index} of the batch (env_id {env_id}) has none. To fix:
 Or pass --recompute-logprobs to the trainer, which then cannot correct or check the sampling."""
 
 
+EXIT_FAILED, EXIT_LOST = 1, 75
+"""Exit statuses. The second one: another rank was lost; a new start of all ranks may go well."""
+
+
 class UnusableReason(StrEnum):
     """Why a scored group cannot be trained on. Log events use these names."""
 
@@ -155,6 +159,9 @@ class UnsupportedModel(GrpoError):
 
 class LostRank(GrpoError):
     """Another trainer process (rank) ended, or did not answer within `--rank-deadline-s`."""
+
+    is_final = False
+    """The other one ended by an error of its own, which would only come again."""
 
 
 class PolicyDiverged(GrpoError):

@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_core.process import end_with_parent
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer import AUTO_DEVICE, TrainerSettings
-from grpo_trainer.errors import LostRank
+from grpo_trainer.errors import EXIT_FAILED, EXIT_LOST, LostRank
 
 LEADER = 0
 """The rank that exchanges data with other services, and writes all files."""
@@ -148,8 +147,6 @@ def join(options: ProcessOptions) -> Ranks:
     Raises:
         LostRank: one of them did not come.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # torchrun gives its ranks sessions of their own: they outlive its kill
     ranks = Ranks(options.world_size, options.trainer_rank, options.rank_deadline_s)
     # Batches are in host memory: gloo, which notices at once if a process ends.
     backend = BOTH if torch.cuda.is_available() and dist.is_nccl_available() else GLOO
@@ -181,7 +178,8 @@ SILENT_S = 60.0
 """A process that does not take part for this time is lost: stopped, or its host is."""
 GRACE_S = 60.0
 """Time that the main thread has to end by itself, by the error of an exchange over gloo."""
-EXIT_FAILED = 1
+WELL, STOPPED, FAILED = 0, 1, 2
+"""How a rank has left the block of `beating`: STOPPED by a signal or because of another rank."""
 
 log = structlog.get_logger()
 
@@ -200,22 +198,37 @@ class Heartbeat:
         self._beat_s, self._silent_s, self._grace_s = beat_s, silent_s, grace_s
         self._group = dist.new_group(backend=GLOO, timeout=timedelta(seconds=silent_s))
         self._is_over = threading.Event()
-        self._has_failed = False
+        self._left_as = WELL
+        self._has_error = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
         """All ranks enter and leave the block. A rank that leaves it with an error is named by the
-        others. If one is lost, this process ends."""
+        others. If one is lost, this process ends.
+
+        Raises:
+            LostRank: `is_final` if another rank ended by an error.
+        """
         self._thread.start()
-        self._has_failed = True
+        self._left_as = STOPPED
         try:
             yield
-            self._has_failed = False
+            self._left_as = WELL
+        except LostRank as error:
+            self._finish()
+            error.is_final = self._has_error
+            raise
+        except Exception:
+            self._left_as = FAILED
+            raise
         finally:
-            self._is_over.set()
-            # A lost rank keeps the thread; this one ends with its own error.
-            self._thread.join(2 * self._beat_s if self._has_failed else None)
+            self._finish()
+
+    def _finish(self) -> None:
+        self._is_over.set()
+        # A lost rank keeps the thread; this one ends with its own error.
+        self._thread.join(2 * self._beat_s if self._left_as else None)
 
     def _run(self) -> None:
         lost = self._first_lost()
@@ -228,16 +241,17 @@ class Heartbeat:
             "start all processes again"
         )
         log.error(LostRank.__name__, reason=message)
-        os._exit(EXIT_FAILED)  # the main thread waits for the lost process, in an exchange
+        # The main thread waits for the lost process, in an exchange.
+        os._exit(EXIT_FAILED if self._has_error else EXIT_LOST)
 
     def _first_lost(self) -> str | None:
         """Exchange beats until all ranks are over (None), or one is lost."""
         while True:
-            # The number of ranks that are over, and then whether each rank has failed.
+            # The number of ranks that are over, and then how each rank has left.
             beats = torch.zeros(1 + self._ranks.count, dtype=torch.int64)
             is_over = self._is_over.is_set()
-            has_failed = is_over and self._has_failed
-            beats[0], beats[1 + self._ranks.index] = int(is_over), int(has_failed)
+            left_as = self._left_as if is_over else WELL
+            beats[0], beats[1 + self._ranks.index] = int(is_over), left_as
             try:
                 dist.all_reduce(beats, group=self._group)
             except RuntimeError:
@@ -245,12 +259,13 @@ class Heartbeat:
                     "another trainer process ended, or did not answer for "
                     f"{self._silent_s:g} s; it may be out of memory"
                 )
-            over, *failed = beats.tolist()
-            others = [rank for rank, has in enumerate(failed) if has]
-            if has_failed:
+            over, *left = beats.tolist()
+            if left_as:
                 return None
-            if others:
-                return f"rank {others[0]} ended early, by an error or a signal"
+            if worst := max(left):
+                self._has_error = worst == FAILED
+                how = "an error" if self._has_error else "a signal"
+                return f"rank {left.index(worst)} ended early, by {how}"
             if over == self._ranks.count:
                 return None
             self._is_over.wait(self._beat_s)
@@ -267,6 +282,6 @@ def process_group(options: ProcessOptions) -> Iterator[Ranks]:
         yield ALONE
         return
     ranks = join(options)
-    with Heartbeat(ranks).beating():
+    with Heartbeat(ranks).beating(), ranks.exchange("training"):
         yield ranks
     dist.destroy_process_group()

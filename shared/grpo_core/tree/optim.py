@@ -95,9 +95,27 @@ class OptimizerOptions(BaseModel):
 
 
 class ProcessOptions(BaseModel):
-    """`torchrun` and `accelerate launch` set the variables of these options."""
+    """With `ranks` or `nodes`, this process starts others: torchrun, which it uses, and `accelerate
+    launch` set the variables of the options from `world_size` to `local_rank`."""
 
-    world_size: int = Field(1, ge=1, description="Number of trainer processes (ranks)")
+    ranks: int = Field(
+        1,
+        ge=1,
+        description="Number of trainer processes (ranks) on this host, each on a GPU of its own. If"
+        " one is lost, all start again from the newest checkpoint",
+    )
+    nodes: int = Field(
+        1,
+        ge=1,
+        description="Number of hosts with --ranks each. Start the same command on every host",
+    )
+    rendezvous: Annotated[str | None, Shown(metavar="HOST:PORT")] = Field(
+        None,
+        pattern=r"^(\[[0-9a-fA-F:.]+\]|[\w.-]+):[1-9][0-9]{0,4}$",
+        description="Where the hosts meet: a name or an address of one of them, which has rank 0, "
+        "and a free port there",
+    )
+    world_size: int = Field(1, ge=1, description="Number of trainer processes, if none are started")
     trainer_rank: int = Field(0, ge=0, description="Number of this trainer process, counted from 0")
     local_rank: Annotated[int | None, Shown(default="--trainer-rank")] = Field(
         None,
@@ -118,24 +136,43 @@ class ProcessOptions(BaseModel):
         "with an error",
     )
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether this process starts ranks, and is none."""
+        return self.world_size == 1 and self.ranks * self.nodes > 1
+
+    @property
+    def processes(self) -> int:
+        """Number of all ranks."""
+        return max(self.world_size, self.ranks * self.nodes)
+
     def process_conflicts(self, mode: str, device: str, waits_s: float) -> Iterator[Mistake]:
         """Options that exclude each other. Args: waits_s: the longest wait of rank 0 alone"""
         if self.trainer_rank >= self.world_size:
             problem = f"{self.trainer_rank} is not below --world-size {self.world_size}"
             yield Mistake("trainer_rank", problem)
-        if self.world_size == 1:
+        if self.nodes > 1 and self.rendezvous is None:
+            yield Mistake("nodes", f"{self.nodes}: needs --rendezvous HOST:PORT")
+        if self.nodes == 1 and self.rendezvous is not None:
+            yield Mistake("rendezvous", "has no effect without --nodes")
+        started = self.ranks * self.nodes
+        if 1 < self.world_size != started > 1:
+            yield Mistake("world_size", f"{self.world_size}: omit it with --ranks and --nodes")
+        count = self.processes
+        if count == 1:
             return
+        name = "world_size" if started == 1 else "ranks" if self.ranks > 1 else "nodes"
         if mode == "shared_vllm":
             yield Mistake(
-                "world_size",
-                f"{self.world_size}: mode shared_vllm needs one trainer process, because it trains "
-                "the server's own memory; pass --mode none, lora_only or lora_restart, or start "
-                "one process",
+                name,
+                f"{getattr(self, name)}: mode shared_vllm needs one trainer process, because it "
+                "trains the server's own memory; pass --mode none, lora_only or lora_restart, or "
+                "start one process",
             )
         if ":" in device:
             yield Mistake(
                 "device",
-                f"{device}: each of {self.world_size} trainer processes uses the GPU of its "
+                f"{device}: each of {count} trainer processes uses the GPU of its "
                 "--local-rank; omit --device, or select GPUs with CUDA_VISIBLE_DEVICES",
             )
         if self.rank_deadline_s <= waits_s:

@@ -249,8 +249,8 @@ class CommandLine(
     def _sharding_conflicts(self, trains_adapter: bool) -> Iterator[Mistake]:
         if not self.fsdp:
             return
-        if self.world_size == 1:
-            yield Mistake("fsdp", "needs several trainer processes; start grpo with torchrun")
+        if self.processes == 1:
+            yield Mistake("fsdp", "needs several trainer processes; pass --ranks or --nodes")
         if trains_adapter:
             yield Mistake(
                 "fsdp",

@@ -13,19 +13,23 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_core.tree.optim import ProcessOptions
-from grpo_trainer.ranks import EXIT_FAILED, Heartbeat, join
+from grpo_trainer.errors import EXIT_FAILED, EXIT_LOST
+from grpo_trainer.ranks import Heartbeat
 from tests.support.forked import forked
-from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 from tests.unit.trainer.ranks.rank_rig import met
 
 DEADLINE_S = 60.0
 ENDS = {
-    # what the second process does, and what the first one says
-    "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "did not answer for 1 s"),
-    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "another trainer process ended"),
-    "raises": (lambda: sys.exit("out of memory"), "rank 1 ended early"),
+    # what the second process does, what the first one says, and its exit status
+    "stops": (lambda: os.kill(os.getpid(), signal.SIGSTOP), "did not answer for 1 s", EXIT_LOST),
+    "killed": (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "another trainer process ended",
+        EXIT_LOST,
+    ),
+    "is stopped": (lambda: sys.exit(143), "rank 1 ended early, by a signal", EXIT_LOST),
+    "raises": (lambda: 1 / 0, "rank 1 ended early, by an error", EXIT_FAILED),
 }
 
 
@@ -36,7 +40,7 @@ def test_a_rank_ends_if_another_one_is_lost(how: str, tmp_path: Path) -> None:
     first, second = _start(how, tmp_path, silent_s)
     try:
         wait_for(lambda: first.exitcode is not None, deadline_s=DEADLINE_S)
-        assert first.exitcode == EXIT_FAILED
+        assert first.exitcode == ENDS[how][2]
         assert ENDS[how][1] in (tmp_path / "0").read_text()
     finally:
         second.kill()
@@ -47,24 +51,6 @@ def test_ranks_that_are_done_wait_for_each_other(tmp_path: Path) -> None:
     for process in processes:
         process.join(DEADLINE_S)
     assert [process.exitcode for process in processes] == [0, 0]
-
-
-def test_a_rank_ends_with_torchrun(tmp_path: Path) -> None:
-    torchrun = forked().Process(target=_start_rank, args=(tmp_path,))
-    torchrun.start()
-    wait_for((tmp_path / "joined").exists)
-    torchrun.kill()
-    wait_for(lambda: is_alive(int((tmp_path / "joined").read_text())), lambda alive: not alive)
-
-
-def _start_rank(directory: Path) -> None:
-    os.environ["TORCHELASTIC_RUN_ID"] = "none"
-    if os.fork() == 0:
-        os.setsid()
-        join(ProcessOptions(world_size=1, init_method=(directory / "meeting").as_uri()))
-        (directory / "pid").write_text(str(os.getpid()))
-        (directory / "pid").rename(directory / "joined")
-    threading.Event().wait()
 
 
 def _start(how: str, directory: Path, silent_s: float) -> list[BaseProcess]:
