@@ -10,7 +10,8 @@ columns='{range .items[*]}{.metadata.name} {.status.phase} {.status.conditions[?
 failures=0
 
 newest() { # newest KIND SELECTOR: prints name, phase and conditions of the newest object, and nothing if there is none
-  "${kubectl[@]}" get "$1" --selector "$2" --sort-by .metadata.creationTimestamp --output "jsonpath=$columns" | tail -n 1
+  "${kubectl[@]}" get "$1" --selector "$2" --sort-by .metadata.creationTimestamp --output "jsonpath=$columns" |
+    sed -E '/^[^ ]*-[1-9][0-9]{0,5}-[a-z0-9]{5} /d' | tail -n 1 # pods JOB-INDEX-RANDOM: the first has rank 0
 }
 
 kubectl=("$@")

@@ -25,6 +25,7 @@ RESTRICTED_VOLUMES = {"emptyDir", "persistentVolumeClaim", "secret", "configMap"
 """Kubernetes, "Pod Security Standards", restricted; without the kinds that the chart never uses."""
 PORTS = {"redis": 6379, "run-api": 8000, "vllm-server": 9001}
 CONTROL_PORT = 9002
+TRAINER = "trainer"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -231,6 +232,42 @@ def test_the_trainer_is_found_by_the_servers_and_stays_when_their_number_changes
         rules = [r for r in policies[target]["ingress"] if r["ports"][0]["port"] == port]
         assert [component_of(peer) for r in rules for peer in r["from"]] == ["vllm-server"]
     assert trainer_name("--set", "vllmServer.replicas=3") == trainer_name()
+
+
+def test_the_pods_of_several_nodes_meet_at_the_first_which_has_rank_0() -> None:
+    found = objects("several-replicas")
+    (job,) = (o["spec"] for o in found if o["kind"] == "Job" and component(o) == "trainer")
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 2, 2)
+    pod = job["template"]
+    services = {o["metadata"]["name"]: o["spec"] for o in found if o["kind"] == "Service"}
+    service = services[pod["spec"]["subdomain"]]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    (trainer,) = pod["spec"]["containers"]
+    assert trainer["env"][0]["name"] == "JOB_NAME", "expanded after its definition only"
+    env = {e["name"]: e.get("value") for e in trainer["env"]}
+    first = f"$(JOB_NAME)-0.{pod['spec']['subdomain']}"
+    assert (env["GRPO_RENDEZVOUS"], env["MASTER_ADDR"]) == (f"{first}:29400", first)
+    assert (env["GRPO_RANKS"], env["GRPO_NODES"]) == ("4", "2")
+    (policy,) = (
+        o["spec"] for o in found if o["kind"] == "NetworkPolicy" and component(o) == TRAINER
+    )
+    for rules, side in ((policy["ingress"], "from"), (policy["egress"], "to")):
+        every_port = [rule[side] for rule in rules if "ports" not in rule]
+        assert [component_of(peer) for (peer,) in every_port] == [TRAINER]
+
+
+def test_each_rank_gets_the_resources_of_one() -> None:
+    one = {"requests": {"cpu": "500m", "memory": "2Gi"}, "limits": {"memory": 8_000_000_000}}
+    setting = ("--set-json", f"trainer.resources={json.dumps(one)}", "--set", "trainer.ranks=3")
+    pods = pod_templates(objects("none-gpu", NEWEST, *setting))
+    (resources,) = (
+        pod["spec"]["containers"][0]["resources"] for pod in pods if component(pod) == TRAINER
+    )
+    assert resources == {
+        "requests": {"cpu": "1500m", "memory": "6Gi"},
+        "limits": {"memory": "24000000000", "nvidia.com/gpu": 3},
+    }
 
 
 def documented(lines: list[str]) -> list[str]:

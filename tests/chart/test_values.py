@@ -60,6 +60,14 @@ BAD = {
         ["vllmServer.gpus=2"],
         ["vllmServer.gpus is 2", "mode shared_vllm", "mode=none"],
     ),
+    "ranks that share one memory": (
+        ["trainer.ranks=2"],
+        ["trainer.ranks is 2", "mode shared_vllm needs one trainer process", "mode=none"],
+    ),
+    "nodes without a volume for all": (
+        ["mode=none", "trainer.nodes=2"],
+        ["trainer.nodes is 2", "persistence.accessMode=ReadWriteMany", "a larger trainer.ranks"],
+    ),
     "a budget of one server": (
         ["mode=none", "vllmServer.podDisruptionBudget.enabled=true"],
         ["vllmServer.replicas is 1", "vllmServer.replicas=2"],

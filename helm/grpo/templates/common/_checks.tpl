@@ -53,6 +53,13 @@
 {{- if and (eq $v.mode "shared_vllm") (gt (int $server.gpus) 1) }}
 {{- $problems = append $problems (printf "vllmServer.gpus is %v, but in mode shared_vllm the trainer writes whole weights into the memory of one worker: set mode=none, mode=lora_only or mode=lora_restart, or vllmServer.gpus=1" $server.gpus) }}
 {{- end }}
+{{- $trainer := $v.trainer }}
+{{- if and (eq $v.mode "shared_vllm") (gt (mul $trainer.ranks $trainer.nodes) 1) }}
+{{- $problems = append $problems (printf "trainer.ranks is %v and trainer.nodes is %v, but mode shared_vllm needs one trainer process, because it trains the server's own memory: set mode=none, mode=lora_only or mode=lora_restart, or trainer.ranks=1 and trainer.nodes=1" $trainer.ranks $trainer.nodes) }}
+{{- end }}
+{{- if and (gt (int $trainer.nodes) 1) (eq $v.persistence.accessMode "ReadWriteOnce") }}
+{{- $problems = append $problems (printf "trainer.nodes is %v and persistence.accessMode is ReadWriteOnce, but pods on several nodes read the model and the checkpoints: set persistence.accessMode=ReadWriteMany, or trainer.nodes=1 and a larger trainer.ranks" $trainer.nodes) }}
+{{- end }}
 {{- range $name := list "runApi" "vllmServer" }}
 {{- $pods := index $v $name }}
 {{- if gt (int $pods.autoscaling.minReplicas) (int $pods.autoscaling.maxReplicas) }}

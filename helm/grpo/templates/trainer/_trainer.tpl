@@ -1,3 +1,8 @@
+{{/* Name of the pod that has rank 0. */}}
+{{- define "grpo.trainerHost" -}}
+{{- if gt (int .Values.trainer.nodes) 1 }}$(JOB_NAME)-0.{{ end }}{{ include "grpo.name" . }}-trainer
+{{- end }}
+
 {{- define "grpo.trainerEnv" -}}
 {{- $v := .Values }}
 {{- $id := include "grpo.runId" . }}
@@ -23,6 +28,7 @@
   "GRPO_METRICS_HOST" "::"
   "GRPO_METRICS_PORT" 9101
   "GRPO_METRICS_FILE" (printf "/checkpoints/%s/metrics.jsonl" $id)
+  "GRPO_RANKS" $v.trainer.ranks
   "GRPO_USE_WANDB" $v.wandb.enabled
   "GRPO_WANDB_PROJECT" $v.wandb.project
   "GRPO_WANDB_KEY_FILE" "/run/secrets/wandb_api_key"
@@ -33,6 +39,8 @@
 {{- range list "SERVICE" "SERVER_RETURN" "ENVIRONMENT_RETURN" "BATCH" }}
 {{- $_ := set $env (printf "GRPO_%s_DEADLINE_S" .) 1800 }}
 {{- end }}
+{{- /* Ranks wait while rank 0 waits for a batch and for a server. */}}
+{{- $_ := set $env "GRPO_RANK_DEADLINE_S" 7200 }}
 {{- if not $v.wandb.existingSecret }}
 {{- $_ := unset $env "GRPO_WANDB_KEY_FILE" }}
 {{- end }}
@@ -71,9 +79,15 @@
 {{- /* The trainer serves new weights here. It starts with the first server; others may join and leave. */}}
 {{- $env = merge $env (dict
   "NUM_INFERENCE_NODES" 1
-  "MASTER_ADDR" (printf "%s-trainer" (include "grpo.name" .))
+  "MASTER_ADDR" (include "grpo.trainerHost" .)
   "MASTER_PORT" 26756
 ) }}
+{{- if gt (int $v.trainer.nodes) 1 }}
+{{- $env = merge $env (dict
+  "GRPO_NODES" $v.trainer.nodes
+  "GRPO_RENDEZVOUS" (printf "%s:29400" (include "grpo.trainerHost" .))
+) }}
+{{- end }}
 {{- else }}
 {{- $env = mergeOverwrite $env (dict
   "GRPO_INFERENCE_URL" "http://127.0.0.1:9001"
@@ -102,6 +116,9 @@ metadata:
 spec:
   restartPolicy: Never
   {{- include "grpo.podDefaults" (list . .Values.trainer "volumes" "gpu") | nindent 2 }}
+  {{- if gt (int .Values.trainer.nodes) 1 }}
+  subdomain: {{ include "grpo.name" . }}-trainer
+  {{- end }}
   terminationGracePeriodSeconds: {{ .Values.trainer.terminationGracePeriodSeconds }}
   {{- if eq $layout "pair" }}
   # CUDA's handles are valid only within one process namespace.
@@ -141,7 +158,11 @@ spec:
         - {{ include "grpo.text" . | quote }}
         {{- end }}
       {{- end }}
-      env: {{- include "grpo.trainerEnv" . | trim | nindent 8 }}
+      env:
+        {{- if gt (int .Values.trainer.nodes) 1 }}
+        - {name: JOB_NAME, valueFrom: {fieldRef: {fieldPath: "metadata.labels['job-name']"}}}
+        {{- end }}
+        {{- include "grpo.trainerEnv" . | trim | nindent 8 }}
       ports:
         - {name: metrics, containerPort: 9101}
         {{- if eq $layout "apart" }}
@@ -153,13 +174,26 @@ spec:
       # No liveness probe: grpo-run ends when its server fails.
       {{- include "grpo.serverReadiness" "exec" | nindent 6 }}
       {{- end }}
-      {{- include "grpo.resources" (list . .Values.trainer.resources (and $gpu (ne $layout "pair") | ternary 1 0) (eq $layout "pair")) | nindent 6 }}
+      {{- include "grpo.resources" (list . (include "grpo.trainerResources" . | fromYaml) (and $gpu (ne $layout "pair") | ternary .Values.trainer.ranks 0) (eq $layout "pair")) | nindent 6 }}
       volumeMounts:
         {{- include "grpo.computeMounts" . | nindent 8 }}
         {{- if .Values.wandb.existingSecret }}
         - {name: wandb, mountPath: /run/secrets, readOnly: true}
         {{- end }}
   volumes: {{- include "grpo.computeVolumes" . | nindent 4 }}
+{{- end }}
+
+{{/* Those of one rank, times the number of ranks. */}}
+{{- define "grpo.trainerResources" -}}
+{{- $resources := deepCopy .Values.trainer.resources }}
+{{- range $of := list "requests" "limits" }}
+{{- range $name, $quantity := get $resources $of | default dict }}
+{{- $unit := regexFind "[A-Za-z]*$" (toString $quantity) }}
+{{- $number := trimSuffix $unit (toString $quantity) | float64 | mulf $.Values.trainer.ranks }}
+{{- $_ := set (get $resources $of) $name (printf "%s%s" (include "grpo.text" $number) $unit) }}
+{{- end }}
+{{- end }}
+{{- toYaml $resources }}
 {{- end }}
 
 {{/* A ResourceClaimTemplate is immutable, too. */}}
@@ -171,6 +205,11 @@ spec:
      the whole container was killed or stopped. */}}
 {{- define "grpo.trainerJobSpec" -}}
 backoffLimit: {{ .Values.trainer.backoffLimit }}
+{{- if gt (int .Values.trainer.nodes) 1 }}
+completionMode: Indexed
+completions: {{ .Values.trainer.nodes }}
+parallelism: {{ .Values.trainer.nodes }}
+{{- end }}
 podFailurePolicy:
   rules:
     - action: Ignore
