@@ -46,6 +46,10 @@ if [ "${replicas:-1}" != 1 ]; then
     *) problem "VLLM_PORT=$ports: $replicas servers need a range of ports; set VLLM_PORT=$ports-$((ports + replicas - 1))" ;;
   esac
 fi
+ranks=$(setting RANKS)
+if [ "${ranks:-1}" != 1 ] && [ "$mode" = shared_vllm ]; then
+  problem "RANKS=$ranks: mode shared_vllm needs one trainer process, because it trains the server's own memory; set MODE=none, lora_only or lora_restart, or RANKS=1"
+fi
 flags=$(setting VLLM_FLAGS)
 if [ "$mode" = shared_vllm ] && [[ $flags =~ --tensor-parallel-size[=\ ]+([2-9]|1[0-9]) ]]; then
   problem "VLLM_FLAGS=$flags: in mode shared_vllm the trainer writes whole weights into the memory of one worker; set MODE=none, lora_only or lora_restart, or remove --tensor-parallel-size"

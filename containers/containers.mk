@@ -24,7 +24,7 @@ stack-ready:
 	@bash containers/check_host.sh '$(MODE)' $(STACK_MODES)
 	@test -e .env || bash containers/write_env.sh .env
 
-up: stack-ready ## Start a run in containers: MODE= [REPLICAS= MODEL= TASK= TASKS= STEPS= DATA= CHECKPOINTS= MONITORING=1]
+up: stack-ready ## Start a run in containers: MODE= [REPLICAS= RANKS= MODEL= TASK= TASKS= STEPS= DATA= CHECKPOINTS= MONITORING=1]
 	@$(STACK_SETTINGS) $(COMPOSE) up --detach || { \
 	  bash containers/explain.sh $(COMPOSE); \
 	  echo "the other services still run. Remove the cause and run make up again, or stop them: make down MODE=$(MODE)"; exit 1; }

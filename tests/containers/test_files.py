@@ -164,6 +164,16 @@ def test_a_gpu_by_cdi_needs_its_name_and_no_runtime(mode: str) -> None:
     assert [*services(mode, **wanted).values()] == [*services(mode, GPU_ID="1").values()]  # a CPU
 
 
+@pytest.mark.parametrize("mode", ["none", "shared_vllm"])
+def test_several_ranks_need_a_mode_whose_weights_travel_as_files(mode: str) -> None:
+    trainer = "trainer-none" if mode == "none" else "trainer-shared"
+    assert services(mode, RANKS="2")[trainer]["environment"]["GRPO_RANKS"] == "2"
+    done = run(["bash", "containers/check_host.sh", mode, mode], os.environ | {"RANKS": "2"})
+    is_refused = mode == "shared_vllm"
+    assert ("RANKS=2: mode shared_vllm needs one trainer process" in done.stderr) == is_refused
+    assert done.returncode == int(is_refused)
+
+
 DOCKER = """#!/bin/sh
 case "$*" in
   *Runtimes*) echo "map[$RUNTIMES runc:{runc [] <nil>}]" ;;

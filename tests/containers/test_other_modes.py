@@ -14,6 +14,8 @@ from tests.containers.stack import NOISE, TEST_WITHIN_S, Stack, own_ports
 
 STEPS = 2
 RESTARTS = {"lora_only": 0, "lora_restart": 1, "none": 0}
+RANKS = {"lora_only": 2}
+"""In the other modes, one."""
 SAVED = {"lora_only": "final_adapter", "lora_restart": "final_adapter", "none": "final_model"}
 SINGLE = "single"
 
@@ -43,7 +45,7 @@ def run_through(stack: Stack, model: Path) -> None:
         assert started.returncode == 0, started.stderr + stack.logs()
         stack.wait_for_the_end(SINGLE)
     else:
-        stack.up_well(MODEL=str(model))
+        stack.up_well(MODEL=str(model), RANKS=str(RANKS.get(stack.mode, 1)))
         stack.wait_for_the_end()
 
 
@@ -60,6 +62,8 @@ def test_a_mode_publishes_its_weights_saves_them_and_drops_nothing(
     summary = json.loads((tmp_path / mode / "benchmark.json").read_text())
     assert (summary["restarts"], summary["dropped_requests"]) == (RESTARTS[mode], 0)
     assert set(stacks[mode].restarts().values()) == {0}  # of containers
+    start = json.loads((tmp_path / mode / "provenance.jsonl").read_text().splitlines()[0])
+    assert start["machine"]["ranks"] == RANKS.get(mode, 1)
 
 
 def test_server_and_trainer_in_one_container_train_and_save(stacks: dict[str, Stack]) -> None:

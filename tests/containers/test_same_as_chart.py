@@ -48,7 +48,10 @@ DIFFERENT: dict[tuple[str, str], str] = {
     (TRAINER, "WANDB_DIR"): "data of W&B's offline mode outlive the pod",
     **{
         (TRAINER, f"GRPO_{name}_DEADLINE_S"): "a pod may need minutes to move to another node"
-        for name in ("SERVICE", "SERVER_RETURN", "ENVIRONMENT_RETURN", "BATCH", "VLLM_REDIS")
+        for name in (
+            *("SERVICE", "SERVER_RETURN", "ENVIRONMENT_RETURN"),
+            *("BATCH", "RANK", "VLLM_REDIS"),
+        )
     },
     (SERVER, "GRPO_VLLM_REDIS_DEADLINE_S"): "a pod may need minutes to move to another node",
     (ENVIRONMENT, "--ready-file"): "no service waits for the environment's pod",
