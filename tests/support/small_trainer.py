@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from grpo_core.tree.trainer_command import CommandLine
+from grpo_trainer.checkpoint.parts import Part
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
 from grpo_trainer.data.batches import Position
@@ -45,7 +46,8 @@ class Side:
     def save(self, store: StateStore, step: int = 3) -> Path:
         position = Position(step=step, batch_id=step + 4, epoch=2)
         record = capture(self.model, self.optimizer, SETTINGS, position, "r", frozen=None)
-        return store.save(record, self.optimizer.tensors(list(record.parameters)))
+        tensors = self.optimizer.tensors(list(record.parameters))
+        return store.save(record, Part.copied(tensors, leads=True))
 
     def resume(self, saved: SavedState | None) -> None:
         """Restore the checkpoint, and write the master weights into the parameters."""

@@ -234,8 +234,11 @@ DTYPES = {
 }
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
-    """Write a safetensors file in parts of bounded size; returns its SHA-256 in hexadecimal.
+def write_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> str:
+    """Write a safetensors file to disk in parts of bounded size; returns its SHA-256 in
+    hexadecimal.
 
         8 bytes length of the header (little endian), header (JSON), the tensors' bytes without gaps
 
@@ -244,21 +247,28 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
 
     Args:
         tensors: on any device, of a floating type or uint8
+        metadata: of the file
+
     Raises:
         OSError: the file could not be written, e.g. the disk is full.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for part in _parts(tensors):
+        for part in _parts(tensors, metadata):
             digest.update(part)
             file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _parts(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> Iterator[bytes | memoryview]:
     # The widest elements come first, so that each tensor begins at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header, end = {}, 0
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
         header[name] = {

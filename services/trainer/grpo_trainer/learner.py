@@ -19,6 +19,8 @@ from torch import nn
 from grpo_core.cpu import keep_freed_memory
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
+from grpo_trainer.checkpoint.background import Background
+from grpo_trainer.checkpoint.store import save_part
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteGradient, NonFiniteLoss, NonFiniteStep
 from grpo_trainer.losses import (
@@ -199,10 +201,16 @@ class Learner:
                 log.warning("step.retried", step=step, reason=str(error))
         raise AssertionError
 
-    def send_state(self) -> None:
+    @cached_property
+    def checkpoints(self) -> Background:
+        """Saves this rank's part of them."""
+        return Background(self.ranks, self.optimizer.parts)
+
+    def save_part(self) -> None:
         """Called on ranks above 0 while rank 0 saves: with FSDP2 each has a part of the state."""
         self.digests.finish_saved()
-        self.optimizer.tensors(self.names)
+        if self.optimizer.parts > 1:
+            self.checkpoints.begin(self.optimizer.tensors(self.names), save_part)
 
 
 def with_objective(learner: Learner, settings: TrainerSettings) -> Learner:

@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -39,20 +39,31 @@ S = TypeVar("S", bound=TrainerSettings)
 
 BATCH_FOLLOWS, CHECKPOINT_FIRST = 0, 1
 """What rank 0 tells the others while they wait for a batch."""
+_TEXT_BYTES = 512
 
 
 @dataclass(frozen=True)
 class Ranks:
     """This process as one of `count`. Every rank must call the same methods in the same order. A
-    single process exchanges nothing: what it passes comes back as it is."""
+    single process exchanges nothing: what it passes comes back as it is.
+
+    Args:
+        group: of all ranks, for one thread; None: that of the main thread
+    """
 
     count: int = 1
     index: int = LEADER
     deadline_s: float = 0.0
+    group: dist.ProcessGroup | None = None
 
     @property
     def leads(self) -> bool:
         return self.index == LEADER
+
+    def apart(self) -> Ranks:
+        """The same ranks, for exchanges over gloo in a thread. All call it in their main thread."""
+        timeout = timedelta(seconds=self.deadline_s)
+        return replace(self, group=dist.new_group(backend=GLOO, timeout=timeout))
 
     def total(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over all ranks, in place."""
@@ -66,7 +77,7 @@ class Ranks:
         """Replace a tensor by the leader's, in place."""
         if self.count > 1:
             with self.exchange(f"waiting for {what} of rank {LEADER}"):
-                dist.broadcast(tensor, src=LEADER)
+                dist.broadcast(tensor, src=LEADER, group=self.group)
         return tensor
 
     def broadcast(self, value: T, what: str = "a value") -> T:
@@ -84,6 +95,16 @@ class Ranks:
             return value
         found: T = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
         return found
+
+    def gathered(self, text: str) -> list[str]:
+        """The text of each rank, cut off after 512 bytes."""
+        if self.count == 1:
+            return [text]
+        raw = text.encode()[:_TEXT_BYTES]
+        sent = torch.zeros(self.count, _TEXT_BYTES, dtype=torch.uint8)
+        sent[self.index, : len(raw)] = torch.tensor([*raw], dtype=torch.uint8)
+        rows = self.total(sent).tolist()
+        return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
     def portion(self, items: Sequence[T], filling: T) -> list[T]:
         """This rank's part of a sequence; `filling` completes it, so that all parts have the same
@@ -134,7 +155,7 @@ class Ranks:
     def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType, what: str) -> Tensor:
         if self.count > 1:
             with self.exchange(f"computing {what} over all ranks"):
-                dist.all_reduce(tensor, op=how)
+                dist.all_reduce(tensor, op=how, group=self.group)
         return tensor
 
 

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -85,6 +86,7 @@ class Lead:
                         raise full
                 case None:
                     self._write()
+                    self.saver.poll()
                     with self.batches.suspended():
                         self.sync.recover_server()
 
@@ -191,7 +193,7 @@ class OtherRank:
 
     def take(self, _position: Position) -> Batch:
         while self.learner.ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
-            self.learner.send_state()
+            self.learner.save_part()
         return broadcast_batch(None, self.learner.ranks)
 
     def agree_on_objective(self) -> Objective:
@@ -211,7 +213,7 @@ class OtherRank:
 
     def finish(self, position: Position, *_: object) -> Position:
         if self.learner.ranks.broadcast(False):  # whether rank 0 saves a checkpoint
-            self.learner.send_state()
+            self.learner.save_part()
         return replace(position, step=position.step + 1)
 
 
@@ -238,7 +240,7 @@ def open_lead(
     store = StateStore(settings.save_path)
     remove_unfinished(store.directory)
     saved = resume.find_state(settings, store)
-    ranks.broadcast(None if saved is None else saved.record.step)
+    ranks.broadcast(None if saved is None else (saved.record.step, str(saved.directory)))
     if saved is not None and saved.record.step >= settings.steps:
         resume.leave_complete_run(api, settings, saved)
         return None
@@ -293,7 +295,9 @@ def _restored(
         api.register(learner.settings.registration(first_step=0))
         return Position(step=0, batch_id=0, epoch=0)
     coefficients.resume(saved.record.kl_coef, saved.record.maxent)
-    return resume.restore(saved, learner.policy, learner.optimizer, api, learner.settings)
+    return resume.restore(
+        saved, learner.policy, learner.optimizer, api, learner.settings, learner.ranks
+    )
 
 
 def _bound(learner: Learner, saved: SavedState | None) -> Bound:
@@ -305,15 +309,16 @@ def _bound(learner: Learner, saved: SavedState | None) -> Bound:
 
 
 def open_other_rank(settings: TrainerSettings, ranks: Ranks) -> tuple[OtherRank, Position] | None:
-    steps_taken: int | None = ranks.broadcast(None)
-    if steps_taken is not None and steps_taken >= settings.steps:
+    saved: tuple[int, str] | None = ranks.broadcast(None)
+    steps_taken = saved[0] if saved else 0
+    if saved and steps_taken >= settings.steps:
         return None
     learner = load_learner(None, settings, ranks)
-    if steps_taken is not None:
-        learner.optimizer.load_tensors(learner.names, {})
+    if saved:
+        resume.restore_part(Path(saved[1]), learner.policy, learner.optimizer, ranks)
     learner.optimizer.write_into_parameters()
     learner.digests.begin()
     learner.digests.finish_saved()
     if ranks.broadcast(False):  # whether rank 0 saves a checkpoint
-        learner.send_state()
-    return OtherRank(learner), Position(steps_taken or 0, 0, 0)
+        learner.save_part()
+    return OtherRank(learner), Position(steps_taken, 0, 0)

@@ -110,5 +110,6 @@ def open_run(
             else open_other_rank(settings, ranks)
         )
         if opened is not None:
+            stack.callback(opened[0].learner.checkpoints.close)
             SelfTest(opened[0].learner).require()
         yield opened

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -19,7 +19,7 @@ from grpo_core.rollouts.files import file_of_step, steps_in
 from grpo_core.settings.machine import head_of
 
 STATES = "trainer_state"
-TENSORS, RECORD = "tensors.safetensors", "trainer_state.json"
+RECORD = "trainer_state.json"
 _MASTER = "master/"
 _STATE = re.compile(r"\d{6,}_step_(\d+)")
 
@@ -105,25 +105,53 @@ def _verify_checkpoints(provenance: Provenance, found: Findings) -> None:
 
 def _problems_of_state(provenance: Provenance, directory: Path, line: Publication) -> Iterator[str]:
     start = provenance.start_of(line)
-    path = directory / TENSORS
-    size = path.stat().st_size
-    header, length = head_of(path)
-    with path.open("rb") as file:
-        for (name, dtype, shape), digest in zip(start.tensors, line.digests, strict=True):
-            held = _Held.model_validate(header[_MASTER + name])
-            begin, end = held.data_offsets
-            if end > size:
-                raise ValueError(f"{path.name} ends before {name} does")
-            file.seek(8 + length + begin)
-            if (held.dtype, held.shape) != (dtype, shape):
-                yield f"{path}: {name} has another type or shape"
-            elif _of_rows(file.read(end - begin), shape, start.parts) != digest:
-                yield f"{path}: {name} is not that of version {line.version}"
     record = _VerifiedRecord.model_validate_json((directory / RECORD).read_bytes())
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 != record.files[TENSORS].sha256:
-        yield f"{path}: its content has changed since it was written"
+    parts = [_Part.of(directory / name) for name in sorted(record.files)]
+    for (name, dtype, shape), digest in zip(start.tensors, line.digests, strict=True):
+        held = [(part, found) for part in parts if (found := part.find(_MASTER + name))]
+        places = ", ".join(str(part.path) for part, _ in held)
+        if not held:
+            raise KeyError(name)
+        if {found.dtype for _, found in held} != {dtype} or _joined_shape(held) != shape:
+            yield f"{places}: {name} has another type or shape"
+            continue
+        data = b"".join(part.read(name, found) for part, found in held)
+        if _of_rows(data, shape, start.parts) != digest:
+            yield f"{places}: {name} is not that of version {line.version}"
+    for name, written in record.files.items():
+        with (directory / name).open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != written.sha256:
+            yield f"{directory / name}: its content has changed since it was written"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A file of a checkpoint: all tensors, or one rank's rows of them."""
+
+    path: Path
+    head: dict[str, Any]
+    head_bytes: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Part:
+        return cls(path, *head_of(path))
+
+    def find(self, key: str) -> _Held | None:
+        return _Held.model_validate(self.head[key]) if key in self.head else None
+
+    def read(self, name: str, held: _Held) -> bytes:
+        begin, end = held.data_offsets
+        if 8 + self.head_bytes + end > self.path.stat().st_size:
+            raise ValueError(f"{self.path.name} ends before {name} does")
+        with self.path.open("rb") as file:
+            file.seek(8 + self.head_bytes + begin)
+            return file.read(end - begin)
+
+
+def _joined_shape(held: Sequence[tuple[_Part, _Held]]) -> tuple[int, ...]:
+    first = held[0][1].shape
+    return first if len(held) == 1 else (sum(one.shape[0] for _, one in held), *first[1:])
 
 
 def _of_rows(data: bytes, shape: Sequence[int], parts: int) -> str:

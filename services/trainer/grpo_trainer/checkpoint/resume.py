@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,9 +22,17 @@ from grpo_trainer.checkpoint.store import (
     shapes_of,
 )
 from grpo_trainer.data.batches import BatchQueue, Position
-from grpo_trainer.errors import LostBatches, NoSuchState, StateMismatch, StateOfAnotherRun
+from grpo_trainer.errors import (
+    LostBatches,
+    NoSuchState,
+    StateMismatch,
+    StateOfAnotherRun,
+    UnusableSavePath,
+)
+from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.ranks import ALONE, Ranks
 
 log = structlog.get_logger()
 
@@ -60,6 +69,7 @@ def restore(
     optimizer: MasterOptimizer,
     api: BatchQueue,
     settings: TrainerSettings,
+    ranks: Ranks = ALONE,
 ) -> Position:
     """Load the checkpoint into the optimizer, then rejoin the run; returns the position to resume
     at.
@@ -69,13 +79,32 @@ def restore(
             run-api.
     """
     require_fit(saved.record, policy, settings, str(saved.directory))
-    saved.load(policy, optimizer)
+    saved.load(policy, optimizer, ranks if optimizer.parts > 1 else ALONE)
     # --resume may name a checkpoint of another --save-path.
     started = OpenedEpochs(saved.directory.parents[1]).newest()
     at = rejoin(api, settings, saved)
     at = replace(at, epoch=max(at.epoch, started))
     log.info("run.resumed", checkpoint=str(saved.directory), step=at.step, batch_id=at.batch_id)
     return at
+
+
+def restore_part(
+    directory: Path, policy: CausalLM, optimizer: MasterOptimizer, ranks: Ranks
+) -> None:
+    """Called on ranks above 0 while rank 0 runs `restore`.
+
+    Raises:
+        UnusableSavePath: with --fsdp, this rank does not see the checkpoint.
+    """
+    if optimizer.parts == 1:
+        optimizer.load_tensors(list(trained_parameters(policy)), {})
+        return
+    if not directory.is_dir():
+        raise UnusableSavePath(
+            f"rank {ranks.index} at {socket.gethostname()} does not see {directory}; with --fsdp, "
+            "every rank must see the same --save-path"
+        )
+    read_state(directory).load(policy, optimizer, ranks)
 
 
 def require_fit(

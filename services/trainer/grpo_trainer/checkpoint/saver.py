@@ -1,10 +1,15 @@
-"""Decides when checkpoints and exported models are saved and when batches are acknowledged."""
+"""Decides when checkpoints and exported models are saved and when batches are acknowledged.
+
+A checkpoint is written beside the following steps. Its batches are acknowledged once it is
+complete.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -49,13 +54,15 @@ def due_after(step: int, saved_step: int, settings: TrainerSettings) -> Due:
 
 @dataclass
 class Saver:
-    """Saves checkpoints and exported models. Acknowledges batches once a checkpoint includes them.
+    """Saves checkpoints and exported models. Acknowledges batches once a complete checkpoint
+    includes them.
 
     Args:
         before_save: called before a checkpoint is saved; a rank above 0 takes part
         exported: called with the directory of an exported model, and the steps that it includes
 
-    `seconds`: duration of the last save, None if nothing was due after the previous step.
+    `seconds`: time that training waited for the last save, None if nothing was due after the
+    previous step.
     """
 
     learner: Learner
@@ -66,6 +73,8 @@ class Saver:
     before_save: Callable[[], None] = lambda: None
     exported: Callable[[Path, int], None] = lambda *_: None
     seconds: float | None = field(init=False, default=None)
+    _begun: tuple[Position, float] | None = field(init=False, default=None)
+    """The checkpoint that is being written, and when that began."""
 
     def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
         """Start at `position`, and save a checkpoint unless it is saved already. Without one, a
@@ -84,18 +93,21 @@ class Saver:
         _log_disk_need(self.learner)
         if not is_saved:
             self._save_state(position)
+            self._finish()
 
     def is_due(self, position: Position) -> bool:
         """Whether `step_taken` will save a checkpoint."""
         return due_after(position.step, self._saved.step, self.learner.settings).state
 
     def step_taken(self, position: Position) -> None:
-        """Save what is due; the checkpoint comes last.
+        """Save what is due; the checkpoint comes last. After the last step, wait for it.
 
         Raises:
-            CheckpointNotSaved: a file could not be written; nothing was acknowledged.
+            CheckpointNotSaved: a file of this checkpoint or of the previous one could not be
+                written; its batches were not acknowledged.
             ServiceUnavailable: the checkpoint is saved, but run-api did not answer.
         """
+        self.poll()
         self._position, self.seconds = position, None
         due = due_after(position.step, self._saved.step, self.learner.settings)
         if not due.state:
@@ -104,26 +116,38 @@ class Saver:
         for name in due.models:
             self._save_model(name)
         self._save_state(position)
+        if position.step == self.learner.settings.steps:
+            self._finish()
         self.seconds = time.monotonic() - started
+
+    def poll(self) -> None:
+        """Acknowledge the batches of a checkpoint if it is complete by now. Raises the errors of
+        `step_taken`."""
+        self._finish(wait=False)
 
     def batch_skipped(self, position: Position) -> None:
         """A batch was skipped: the next checkpoint includes it."""
         self._position = position
 
     def release_batches(self) -> bool:
-        """Save a checkpoint early so that run-api can delete batches. False if the newest
-        checkpoint already includes them all. Raises the errors of `step_taken`."""
-        if self._position == self._saved:
-            return False
-        self.learner.ranks.broadcast(CHECKPOINT_FIRST)
-        self._save_state(self._position)
+        """Wait for the checkpoint that is being written, or save one early, so that run-api can
+        delete batches. False if the newest checkpoint already includes them all. Raises the errors
+        of `step_taken`."""
+        if self._begun is None:
+            if self._position == self._saved:
+                return False
+            self.learner.ranks.broadcast(CHECKPOINT_FIRST)
+            self._save_state(self._position)
+        self._finish()
         return True
 
     def stop(self) -> None:
         """Save a checkpoint between two steps, if the newest one lacks some. run-api may be
         stopping too, so the next trainer acknowledges its batches."""
+        self._finish(acknowledges=False)
         if self._position != self._saved:
-            self._save_state(self._position, acknowledges=False)
+            self._save_state(self._position)
+            self._finish(acknowledges=False)
 
     def _save_model(self, name: str) -> None:
         settings = self.learner.settings
@@ -140,7 +164,9 @@ class Saver:
             if remove_directory(oldest):
                 log.info("export.removed", directory=str(oldest))
 
-    def _save_state(self, position: Position, *, acknowledges: bool = True) -> None:
+    def _save_state(self, position: Position) -> None:
+        """Begin to write a checkpoint, once the previous one is complete."""
+        self._finish()
         started = time.monotonic()
         self.before_save()
         run_uuid = self.api.run_uuid
@@ -157,8 +183,14 @@ class Saver:
             maxent=self.coefficients.tau.to_save,
         )
         tensors = self.learner.optimizer.tensors(list(record.parameters))
-        directory = self.store.save(record, tensors)
-        self._saved = position
+        self.learner.checkpoints.begin(tensors, partial(self.store.save, record))
+        self._saved, self._begun = position, (position, started)
+
+    def _finish(self, *, wait: bool = True, acknowledges: bool = True) -> None:
+        directory = self.learner.checkpoints.finished(wait=wait)
+        if self._begun is None or directory is None:
+            return
+        (position, started), self._begun = self._begun, None
         log.info(
             "checkpoint.saved",
             directory=str(directory),

@@ -5,6 +5,8 @@
         tensors.safetensors    master/<name>, and the update rule's state: for AdamW, in fp32,
                                exp_avg/<name>, exp_avg_sq/<name>, step/<name>
 
+With --fsdp each rank writes a file of its rows: `tensors-00001-of-00002.safetensors`, ...
+
 A resumed run computes exactly what the uninterrupted run would have computed. The learning rate and
 the random numbers of stochastic rounding follow from the step and the settings, so they are not
 saved. The number in front of a name increases over all runs of a save path, and the newest two
@@ -17,7 +19,7 @@ import base64
 import hashlib
 import random
 import re
-from collections.abc import Mapping
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -26,8 +28,6 @@ import numpy
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from grpo_core.protocol import VERSION
 from grpo_core.provenance.records import PROVENANCE
@@ -38,15 +38,16 @@ from grpo_trainer.atomic_files import (
     make_directory,
     remove_directory,
     whole_directory,
-    write_tensors,
     write_whole,
 )
+from grpo_trainer.checkpoint.parts import Part, SavedTensors, part_name
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import DamagedState, NewerState
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, device_of, frozen_checksum
 from grpo_trainer.optim.loss_scale import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.ranks import ALONE, Ranks
 
 
 class _StateFile(BaseModel):
@@ -71,10 +72,11 @@ class StateRecord(_StateFile):
     exported models, the oldest first. `noise` is the rounding noise of the publication check, None
     if it was not measured. `kl_coef` is the weight of the KL penalty after this step, None if it is
     fixed. `maxent` is tau and the average entropy, see `Tau`; None if tau is fixed.
-    `tokens_per_micro_batch` is None in checkpoints of former versions.
+    `tokens_per_micro_batch` is None in checkpoints of former versions. `format` is 1 if all tensors
+    are in one file, 2 if each rank wrote one.
     """
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
     step: Step
     batch_id: int = Field(ge=0)
     epoch: Step
@@ -215,7 +217,7 @@ def _text(raw: bytes) -> str:
 
 
 STATES = "trainer_state"
-RECORD, TENSORS = "trainer_state.json", "tensors.safetensors"
+RECORD = "trainer_state.json"
 NEWEST_EPOCH = "newest_epoch"
 KEPT = 2
 _NAME = re.compile(r"(\d{6,})_step_\d+")
@@ -228,28 +230,30 @@ class SavedState:
     directory: Path
     record: StateRecord
 
-    def load(self, policy: CausalLM, optimizer: MasterOptimizer) -> None:
-        """Load the checkpoint into the master weights and random generators. The next write updates
-        the policy's parameters.
+    def load(self, policy: CausalLM, optimizer: MasterOptimizer, ranks: Ranks = ALONE) -> None:
+        """Load the checkpoint into the master weights, and into the random generators of rank 0.
+        The next write updates the policy's parameters.
+
+        Args: ranks: those that read the files, each its own rows
 
         Raises:
             DamagedState: a file has changed since it was written.
         """
         record = self.record
-        problems = [
-            problem
-            for name, facts in record.files.items()
-            if (problem := _problem(self.directory / name, facts))
-        ]
-        if problems:
-            raise _damaged(self.directory, "; ".join(problems))
+        own = sorted(record.files.items())[ranks.index :: ranks.count]
+        problems = (_problem(self.directory / name, facts) for name, facts in own)
+        told = ranks.gathered("; ".join(filter(None, problems)))
+        if any(told):
+            raise _damaged(self.directory, "; ".join(filter(None, told)))
         try:
-            tensors = load_file(self.directory / TENSORS)
-        except (OSError, SafetensorError) as error:
-            raise _damaged(self.directory, f"cannot read {TENSORS}: {error}") from error
-        optimizer.load_tensors(list(shapes_of(policy)), tensors)
+            tensors = SavedTensors(self.directory, optimizer.place)
+            optimizer.load_tensors(list(trained_parameters(policy)), tensors)
+        except (OSError, SafetensorError, LookupError, ValueError) as error:
+            raise _damaged(self.directory, f"cannot read the tensors: {error}") from error
         if optimizer.loss_scale is not None and record.loss_scale is not None:
             optimizer.loss_scale.record = record.loss_scale
+        if not ranks.leads:
+            return
         try:
             record.rng.restore()
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
@@ -262,8 +266,10 @@ class StateStore:
     def __init__(self, save_path: Path) -> None:
         self.directory = save_path / STATES
 
-    def save(self, record: StateRecord, tensors: Mapping[str, Tensor]) -> Path:
+    def save(self, record: StateRecord, part: Part, ranks: Ranks = ALONE) -> Path:
         """Write a checkpoint durably, then remove all but the newest two.
+
+        Args: ranks: those that have a part; the others run `save_part` meanwhile
 
         Raises:
             CheckpointNotSaved: a file could not be written, e.g. the disk is full; earlier
@@ -273,10 +279,14 @@ class StateStore:
         target = self.directory / f"{number:06}_step_{record.step}"
         with whole_directory(target) as directory:
             make_directory(self.directory)
-            digest = write_tensors(tensors, directory / TENSORS)
-            size_bytes = (directory / TENSORS).stat().st_size
-            files = {TENSORS: FileFacts(size_bytes=size_bytes, sha256=digest)}
-            _write_record(record.model_copy(update={"files": files}), directory)
+            told = save_part(part, ranks, directory)
+            if failed := [text for text in told if not text.startswith("{")]:
+                raise OSError("; ".join(failed))
+            names = [part_name(index, ranks.count) for index in range(ranks.count)]
+            facts = map(FileFacts.model_validate_json, told)
+            files = dict(zip(names, facts, strict=True))
+            written = {"files": files, "format": 1 if len(files) == 1 else 2}
+            _write_record(record.model_copy(update=written), directory)
         for _, path in sorted(self._numbered().items())[:-KEPT]:
             remove_directory(path)
         return target
@@ -295,6 +305,26 @@ class StateStore:
             return {}
         found = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
         return {int(match[1]): path for match, path in found if match}
+
+
+def save_part(part: Part, ranks: Ranks, directory: Path | None = None) -> list[str]:
+    """Write this rank's part of a checkpoint. Returns of each rank `FileFacts` as JSON, or why its
+    part could not be written.
+
+    Args: directory: known to rank 0
+    """
+    chosen = Path(ranks.broadcast(str(directory), "a checkpoint"))
+    path = chosen / part_name(ranks.index, ranks.count)
+    try:
+        sha256 = part.write(path)
+        told = FileFacts(size_bytes=path.stat().st_size, sha256=sha256).model_dump_json()
+    except OSError as error:
+        told = str(error)
+        if ranks.count > 1:
+            told = f"rank {ranks.index} at {socket.gethostname()}: {error}"
+        if isinstance(error, FileNotFoundError):
+            told += "; with --fsdp, every rank must see the same --save-path"
+    return ranks.gathered(told)
 
 
 def read_state(directory: Path) -> SavedState:

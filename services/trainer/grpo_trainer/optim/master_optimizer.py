@@ -12,6 +12,7 @@ the staging copy, which takes the memory of the gradients that were used.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.errors import NonFiniteGradient
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, middle
-from grpo_trainer.optim.buckets import MASTER, Bucket, buckets_of, in_order
+from grpo_trainer.optim.buckets import MASTER, Bucket, buckets_of, in_order, own_part
 from grpo_trainer.optim.gradients import Gradients
 from grpo_trainer.optim.loss_scale import LossScale
 from grpo_trainer.optim.master_update import MasterUpdate, build_update
@@ -122,7 +123,8 @@ class MasterOptimizer:
         return 0.0 if self._watch is None else self._watch.unchanged_fraction()
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """All tensors that the next step depends on, as `kind/name`; not copied.
+        """All tensors that the next step depends on, as `kind/name`; not copied. Of a divided
+        parameter DTensors, which hold this rank's rows.
 
         Kinds: master, and those of the update rule once it has taken a step (AdamW's: step,
         exp_avg, exp_avg_sq).
@@ -146,15 +148,20 @@ class MasterOptimizer:
         state = rule.initial_state(master, rule.kind_of(master))
         return {MASTER: master, STEP: torch.zeros(()), **state}
 
+    def place(self, _path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A new tensor to read one of `tensors` to. Args: shape: of the whole"""
+        return torch.empty(shape, dtype=dtype)
+
     @torch.no_grad()
     def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Load what `tensors` returned. The next write updates the policy's parameters."""
-        own: dict[str, State] = {name: {} for name in names}
-        for path, tensor in tensors.items():
+        """Load what `tensors` returned, one parameter at a time. The next write updates the
+        policy's parameters."""
+        kinds = defaultdict[str, list[str]](list)
+        for path in tensors:
             kind, _, name = path.partition("/")
-            own[name][kind] = tensor
+            kinds[name].append(kind)
         for index, name in enumerate(names):
-            self._load_one(index, own[name])
+            self._load_one(index, {k: own_part(tensors[f"{k}/{name}"]) for k in kinds[name]})
 
     def _load_one(self, index: int, saved: State) -> None:
         """Load the tensors of one parameter, by kind."""

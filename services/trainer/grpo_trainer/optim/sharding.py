@@ -67,19 +67,13 @@ class Sharded:
             if own:
                 own[name].copy_(found)
 
-    def collected(self, name: str, part: Tensor) -> Tensor:
-        """The whole of a tensor of the optimizer, on every rank."""
-        if not part.dim():  # a counter
-            return part
-        shape = self.shapes[name]
+    def divided(self, part: Tensor, shape: torch.Size) -> DTensor:
+        """The rows of this rank as part of a whole. Args: shape: of the whole"""
         stride = torch.empty(shape, device="meta").stride()
-        parts = DTensor.from_local(part, self.mesh, [Shard(0)], shape=shape, stride=stride)
-        return parts.full_tensor()
+        return DTensor.from_local(part, self.mesh, [Shard(0)], shape=shape, stride=stride)
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the optimizer."""
-        if not whole.dim():
-            return whole
+        """This rank's rows of a tensor."""
         parts = whole.chunk(self.ranks.count)
         return parts[self.ranks.index] if self.ranks.index < len(parts) else whole[:0]
 
@@ -117,9 +111,9 @@ def is_divided(policy: CausalLM) -> bool:
 
 class RankOptimizer(MasterOptimizer):
     """The optimizer of one of several ranks. All ranks take the same steps, so no weights are sent
-    after a step. Checkpoints hold whole tensors, so they do not depend on the number of ranks.
+    after a step.
 
-    Every rank calls `step`, `write_into_parameters`, `tensors` and `load_tensors`.
+    Every rank calls `step`, `write_into_parameters` and `load_tensors`.
 
     Args:
         sharded: None if each rank holds the whole policy
@@ -150,39 +144,44 @@ class RankOptimizer(MasterOptimizer):
                 self._sharded.write_into_whole()
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors, in host memory if the policy is sharded. Then the ranks above 0 keep none
-        of them: together they are as large as the state of all ranks."""
+        found = super().tensors(names)
         if self._sharded is None:
-            return super().tensors(names)
-        found: dict[str, Tensor] = {}
-        for path, part in super().tensors(names).items():
-            with self._ranks.exchange("collecting the optimizer's state"):
-                whole = self._sharded.collected(name_of(path), part)
-            if self._ranks.leads:
-                found[path] = whole.cpu()
+            return found
+        for name, shape in self._sharded.shapes.items():
+            for kind, whole in self._kinds(torch.empty(shape, device="meta")).items():
+                path = f"{kind}/{name}"
+                if path in found and _has_rows(whole.shape, shape):
+                    found[path] = self._sharded.divided(found[path], whole.shape)
         return found
+
+    def place(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if self._sharded is None or not _has_rows(shape, self._sharded.shapes[name_of(path)]):
+            return super().place(path, shape, dtype)
+        own = self._sharded.own(torch.empty(shape, dtype=dtype, device="meta"))
+        return self._sharded.divided(torch.empty_like(own, device="cpu"), shape)
 
     @torch.no_grad()
     def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Load one parameter at a time, so that no rank holds a second state.
-
-        Args: tensors: whole ones on the leader; not read on other ranks
-        """
+        """Args: tensors: only rank 0 has them, if each rank holds the whole policy"""
+        if self._sharded is not None:
+            super().load_tensors(names, tensors)
+            return
         counts = Counter(map(name_of, tensors))  # one tensor: the master weights alone
         stepped = torch.tensor([int(counts[name] > 1) for name in names])
         has_state = self._ranks.from_leader(stepped, "a checkpoint").tolist()
         for index, name in enumerate(names):
-            master = self.masters[index]
-            shape = master.shape if self._sharded is None else self._sharded.shapes[name]
-            whole = torch.empty(shape, dtype=master.dtype, device=master.device)
-            kinds = self._kinds(whole) if has_state[index] else {MASTER: whole}
-            own: dict[str, Tensor] = {}
-            for kind, place in kinds.items():
+            whole = torch.empty_like(self.masters[index])
+            own = self._kinds(whole) if has_state[index] else {MASTER: whole}
+            for kind, place in own.items():
                 if self._ranks.leads:
                     place.copy_(tensors[f"{kind}/{name}"])
-                sent = self._ranks.from_leader(place, "a checkpoint")
-                own[kind] = sent if self._sharded is None else self._sharded.own(sent)
+                self._ranks.from_leader(place, "a checkpoint")
             self._load_one(index, own)
+
+
+def _has_rows(shape: torch.Size, of_parameter: torch.Size) -> bool:
+    """Whether a tensor of the state is divided as its parameter is."""
+    return shape[:1] == of_parameter[:1]
 
 
 def name_of(path: str) -> str:

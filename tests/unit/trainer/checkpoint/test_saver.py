@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 from grpo_core.clients.run_api import TrainerClient
@@ -19,11 +23,13 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_core.weights.directory_checks import FINAL_MODEL
 from grpo_tiny_model.model import build_model, build_tokenizer
 from grpo_tiny_model.spec import TinySpec
+from grpo_trainer.checkpoint.parts import TENSORS
 from grpo_trainer.checkpoint.saver import Due, Saver, due_after
 from grpo_trainer.checkpoint.store import StateStore
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients, KlCoefficient, Tau
 from grpo_trainer.data.batches import Position
+from grpo_trainer.errors import CheckpointNotSaved
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.forward import FastForward
@@ -31,7 +37,7 @@ from grpo_trainer.model.policy import train_only
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks import ALONE
 from grpo_trainer.weight_sync.shared_memory import release_views
-from tests.support.directories import names
+from tests.support.directories import files_of_at_most, names
 from tests.support.http_stub import Answer, Route, stub_server
 
 STEPS = 4
@@ -105,13 +111,21 @@ def on_disk(save_path: Path) -> list[str]:
 
 
 def take_steps(saver: Saver, steps: int) -> list[bool]:
-    """Begin a run; returns for each step whether anything was saved."""
+    """Begin a run, with steps that take longer than a save; returns for each step whether anything
+    was saved."""
     saver.begin(START, is_saved=False)
     saved = []
     for step in range(1, steps + 1):
         saver.step_taken(Position(step=step, batch_id=step, epoch=1))
         saved.append(saver.seconds is not None)
+        wait_for_thread(saver)
+        saver.poll()
     return saved
+
+
+def wait_for_thread(saver: Saver) -> None:
+    if (pending := saver.learner.checkpoints._pending) is not None:
+        wait([pending])
 
 
 def test_a_stop_while_the_server_is_away_saves_the_checksum_of_its_frozen_weights(
@@ -139,6 +153,49 @@ def test_batches_are_acknowledged_once_a_state_and_its_models_are_saved(tmp_path
         assert newest is not None
         assert newest.record.kl_coef == rig.saver.coefficients.kl.value == 0.25
         assert newest.record.maxent == rig.saver.coefficients.tau.to_save == (0.5, 1.0)
+
+
+def test_training_goes_on_while_a_state_is_written_and_its_batches_wait(tmp_path: Path) -> None:
+    """The state is that of the step, whatever the weights are meanwhile. The next one comes
+    after it."""
+    may_write = threading.Event()
+    with bench(tmp_path, checkpoint_interval=0, state_interval=1) as rig:
+        saver, masters = rig.saver, rig.saver.learner.optimizer.masters
+        saver.begin(START, is_saved=False)
+        saved, save = [masters[0].clone()], saver.store.save
+
+        def waiting_save(*given: Any) -> Path:
+            may_write.wait()
+            return save(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saver.store, "save", waiting_save)
+            saver.step_taken(Position(step=1, batch_id=1, epoch=1))
+        masters[0].add_(1.0)
+        saver.poll()
+        assert (rig.seen, on_disk(rig.save_path)) == ([], ["000001_step_0"])
+        may_write.set()
+        saver.step_taken(Position(step=2, batch_id=2, epoch=1))
+        assert rig.seen == [(1, ["000001_step_0", "000002_step_1"])]
+        assert saver.release_batches()
+        assert rig.seen[1:] == [(2, ["000002_step_1", "000003_step_2"])]
+        first = f"master/{next(iter(trained_parameters(saver.learner.policy)))}"
+        found = [load_file(one.directory / TENSORS)[first] for one in saver.store.all()]
+        assert torch.equal(found[0], saved[0])
+        assert torch.equal(found[1], masters[0])
+
+
+def test_a_state_that_could_not_be_written_ends_the_run_and_acknowledges_nothing(
+    tmp_path: Path,
+) -> None:
+    with bench(tmp_path, checkpoint_interval=0, state_interval=1) as rig:
+        rig.saver.begin(START, is_saved=False)
+        with files_of_at_most(2000):
+            rig.saver.step_taken(Position(step=1, batch_id=1, epoch=1))
+            wait_for_thread(rig.saver)
+        with pytest.raises(CheckpointNotSaved, match="000002_step_1 could not be written"):
+            rig.saver.poll()
+        assert (rig.seen, on_disk(rig.save_path)) == ([], ["000001_step_0"])
 
 
 def test_a_resumed_run_saves_no_state_twice(tmp_path: Path) -> None:
@@ -199,6 +256,7 @@ def test_models_that_the_run_did_not_write_are_no_business_of_it(tmp_path: Path)
         at = Position(step=2, batch_id=2, epoch=2)
         rig.saver.begin(at, is_saved=True, checkpoints=["step_0", "step_1"])
         rig.saver.step_taken(Position(step=3, batch_id=3, epoch=2))
+        wait_for_thread(rig.saver)
         assert names(rig.save_path) == ["step_3", "step_30", "trainer_state"]
         (state,) = (rig.save_path / "trainer_state").glob("*/trainer_state.json")
         assert json.loads(state.read_text())["checkpoints"] == ["step_3"]

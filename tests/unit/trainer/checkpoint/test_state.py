@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_core.tree.weights import LoraOnlySettings
+from grpo_trainer.checkpoint.parts import TENSORS
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import (
     NEWEST_EPOCH,
     RECORD,
-    TENSORS,
     OpenedEpochs,
     StateStore,
     read_state,
@@ -92,7 +92,7 @@ def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("changes", [{"format": 2}, {"of_a_later_release": 1}])
+@pytest.mark.parametrize("changes", [{"format": 3}, {"of_a_later_release": 1}])
 def test_a_state_of_a_newer_release_is_not_called_damaged(
     changes: dict[str, int], store: StateStore
 ) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer import TrainerSettings
@@ -88,9 +90,17 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         "gradients": gradients,
         "norm": norm,
         "weights": {name: p.detach() for name, p in trained_parameters(policy).items()},
-        "state": dict(optimizer.tensors(names)),
+        "state": whole_state(optimizer.tensors(names)),
         "state_bytes": optimizer.state_bytes(),
         "overflowed": overflowed,
+    }
+
+
+def whole_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies. Every rank calls it."""
+    return {
+        path: one.full_tensor() if isinstance(one, DTensor) else one.clone()
+        for path, one in tensors.items()
     }
 
 

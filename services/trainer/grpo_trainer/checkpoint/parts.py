@@ -1,0 +1,103 @@
+"""The tensors of a checkpoint, in one safetensors file for each rank that has a part of them.
+
+The files are those of `torch.distributed.checkpoint` in its format for Hugging Face, so it reads
+them with any number of ranks; a single file of whole tensors is the simplest case. They are written
+without it, because its writer would hold a part three times, and send pickles between the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from grpo_trainer.atomic_files import write_tensors
+from grpo_trainer.optim.buckets import own_part
+
+TENSORS = "tensors.safetensors"
+Place = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""A new tensor for the one of a path, shape and type: a DTensor if this rank reads its rows only.
+"""
+
+
+def part_name(index: int, count: int) -> str:
+    """The file of a rank."""
+    return TENSORS if count == 1 else f"tensors-{index + 1:05}-of-{count:05}.safetensors"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a checkpoint in host memory. Args: offsets: of each tensor in the whole"""
+
+    tensors: Mapping[str, Tensor]
+    offsets: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def copied(cls, tensors: Mapping[str, Tensor], *, leads: bool) -> Part:
+        """Args: tensors: DTensors, and tensors that all ranks have, which rank 0 saves"""
+        found, offsets = dict[str, Tensor](), dict[str, Sequence[int]]()
+        for path, tensor in tensors.items():
+            own = own_part(tensor.detach())
+            if isinstance(tensor, DTensor):
+                (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+                offsets[path] = chunk.offsets
+            elif leads:
+                offsets[path] = [0] * tensor.dim()
+            if path in offsets and (own.numel() or not isinstance(tensor, DTensor)):
+                found[path] = own.to("cpu", copy=True)
+        return cls(found, offsets)
+
+    def write(self, path: Path) -> str:
+        """Write the part to disk; returns the file's SHA-256 in hexadecimal. Raises `OSError`."""
+        places = {path: {"saved_offsets": [*self.offsets[path]]} for path in self.tensors}
+        return write_tensors(self.tensors, path, {"DCP_SHARDING_INFO": json.dumps(places)})
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by path. Each is read when it is looked up.
+
+    Args: place: where a tensor is read to
+
+    Raises:
+        SafetensorError, OSError, KeyError, ValueError: a file cannot be read.
+    """
+
+    def __init__(self, directory: Path, place: Place) -> None:
+        self._reader, self._place = _Reader(directory), place
+        self._facts = self._reader.read_metadata().state_dict_metadata
+
+    def __getitem__(self, path: str) -> Tensor:
+        facts = self._facts[path]
+        assert isinstance(facts, TensorStorageMetadata)
+        found = self._place(path, facts.size, facts.properties.dtype)
+        if own_part(found).numel():
+            with warnings.catch_warnings():  # that no process group is used
+                warnings.simplefilter("ignore", UserWarning)
+                load({path: found}, storage_reader=self._reader, no_dist=True)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._facts)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads the heads of the files once."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self._heads = super().read_metadata()
+
+    def read_metadata(self) -> Metadata:
+        return self._heads
