@@ -15,7 +15,7 @@ from grpo_core.errors import LeasesFull
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer import train
-from grpo_trainer.checkpoint.parts import Part
+from grpo_trainer.checkpoint.parts import StatePart
 from grpo_trainer.checkpoint.resume import find_state, rejoin
 from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
 from grpo_trainer.data.batches import BatchSource, Position, SkippedBatch
@@ -47,7 +47,7 @@ def save(config: TrainerSettings, position: Position = STATE) -> Path:
         run_uuid = client.status().run_uuid or "lost"
     record = capture(side.model, side.optimizer, config, position, run_uuid, frozen=None)
     tensors = side.optimizer.tensors(list(record.parameters))
-    return StateStore(config.save_path).save(record, Part.copied(tensors, leads=True))
+    return StateStore(config.save_path).save(record, StatePart.copied(tensors, leads=True))
 
 
 def found(config: TrainerSettings) -> SavedState:

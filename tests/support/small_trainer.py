@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_trainer.checkpoint.parts import Part
+from grpo_trainer.checkpoint.parts import StatePart
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
 from grpo_trainer.data.batches import Position
@@ -47,7 +47,7 @@ class Side:
         position = Position(step=step, batch_id=step + 4, epoch=2)
         record = capture(self.model, self.optimizer, SETTINGS, position, "r", frozen=None)
         tensors = self.optimizer.tensors(list(record.parameters))
-        return store.save(record, Part.copied(tensors, leads=True))
+        return store.save(record, StatePart.copied(tensors, leads=True))
 
     def resume(self, saved: SavedState | None) -> None:
         """Restore the checkpoint, and write the master weights into the parameters."""

@@ -106,7 +106,7 @@ def _verify_checkpoints(provenance: Provenance, found: Findings) -> None:
 def _problems_of_state(provenance: Provenance, directory: Path, line: Publication) -> Iterator[str]:
     start = provenance.start_of(line)
     record = _VerifiedRecord.model_validate_json((directory / RECORD).read_bytes())
-    parts = [_Part.of(directory / name) for name in sorted(record.files)]
+    parts = [_SavedPart.of(directory / name) for name in sorted(record.files)]
     for (name, dtype, shape), digest in zip(start.tensors, line.digests, strict=True):
         held = [(part, found) for part in parts if (found := part.find(_MASTER + name))]
         places = ", ".join(str(part.path) for part, _ in held)
@@ -126,7 +126,7 @@ def _problems_of_state(provenance: Provenance, directory: Path, line: Publicatio
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SavedPart:
     """A file of a checkpoint: all tensors, or one rank's rows of them."""
 
     path: Path
@@ -134,7 +134,7 @@ class _Part:
     head_bytes: int
 
     @classmethod
-    def of(cls, path: Path) -> _Part:
+    def of(cls, path: Path) -> _SavedPart:
         return cls(path, *head_of(path))
 
     def find(self, key: str) -> _Held | None:
@@ -149,7 +149,7 @@ class _Part:
             return file.read(end - begin)
 
 
-def _joined_shape(held: Sequence[tuple[_Part, _Held]]) -> tuple[int, ...]:
+def _joined_shape(held: Sequence[tuple[_SavedPart, _Held]]) -> tuple[int, ...]:
     first = held[0][1].shape
     return first if len(held) == 1 else (sum(one.shape[0] for _, one in held), *first[1:])
 

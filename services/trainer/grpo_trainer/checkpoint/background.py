@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_trainer.checkpoint.parts import Part
+from grpo_trainer.checkpoint.parts import StatePart
 from grpo_trainer.ranks import ALONE, Ranks
 
-Save = Callable[[Part, Ranks], Any]
+Save = Callable[[StatePart, Ranks], Any]
 """Writes a part, with exchanges of the ranks that have one. Its result is that of `finished`."""
 
 
@@ -29,7 +29,7 @@ class Background:
         self.finished(wait=True)
         if self._exchange is None:
             self._exchange = self._ranks.apart()
-        part = Part.copied(tensors, leads=self._ranks.leads)
+        part = StatePart.copied(tensors, leads=self._ranks.leads)
         self._pending = self._thread.submit(save, part, self._exchange)
 
     def finished(self, *, wait: bool) -> Any:

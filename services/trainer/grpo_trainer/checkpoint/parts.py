@@ -35,14 +35,14 @@ def part_name(index: int, count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """A rank's part of a checkpoint in host memory. Args: offsets: of each tensor in the whole"""
 
     tensors: Mapping[str, Tensor]
     offsets: Mapping[str, Sequence[int]]
 
     @classmethod
-    def copied(cls, tensors: Mapping[str, Tensor], *, leads: bool) -> Part:
+    def copied(cls, tensors: Mapping[str, Tensor], *, leads: bool) -> StatePart:
         """Args: tensors: DTensors, and tensors that all ranks have, which rank 0 saves"""
         found, offsets = dict[str, Tensor](), dict[str, Sequence[int]]()
         for path, tensor in tensors.items():

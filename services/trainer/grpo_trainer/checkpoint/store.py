@@ -40,7 +40,7 @@ from grpo_trainer.atomic_files import (
     whole_directory,
     write_whole,
 )
-from grpo_trainer.checkpoint.parts import Part, SavedTensors, part_name
+from grpo_trainer.checkpoint.parts import SavedTensors, StatePart, part_name
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import DamagedState, NewerState
 from grpo_trainer.model.adapter import trained_parameters
@@ -266,7 +266,7 @@ class StateStore:
     def __init__(self, save_path: Path) -> None:
         self.directory = save_path / STATES
 
-    def save(self, record: StateRecord, part: Part, ranks: Ranks = ALONE) -> Path:
+    def save(self, record: StateRecord, part: StatePart, ranks: Ranks = ALONE) -> Path:
         """Write a checkpoint durably, then remove all but the newest two.
 
         Args: ranks: those that have a part; the others run `save_part` meanwhile
@@ -307,7 +307,7 @@ class StateStore:
         return {int(match[1]): path for match, path in found if match}
 
 
-def save_part(part: Part, ranks: Ranks, directory: Path | None = None) -> list[str]:
+def save_part(part: StatePart, ranks: Ranks, directory: Path | None = None) -> list[str]:
     """Write this rank's part of a checkpoint. Returns of each rank `FileFacts` as JSON, or why its
     part could not be written.
 

@@ -13,7 +13,7 @@ import torch
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_trainer.checkpoint.parts import Part
+from grpo_trainer.checkpoint.parts import StatePart
 from grpo_trainer.checkpoint.resume import require_fit
 from grpo_trainer.checkpoint.store import StateStore, capture, checksum_of_untrained
 from grpo_trainer.data.batches import Position
@@ -58,7 +58,7 @@ class Trainer:
         frozen = checksum_of_untrained(self.policy, self.chosen)
         record = capture(self.policy, self.optimizer, self.chosen, position, "r", frozen)
         tensors = self.optimizer.tensors(list(record.parameters))
-        store.save(record, Part.copied(tensors, leads=True))
+        store.save(record, StatePart.copied(tensors, leads=True))
 
     def resume(self, store: StateStore) -> None:
         saved = store.newest()

@@ -78,7 +78,7 @@ def all_logits(*_: Any, **__: Any) -> None:
 NAMES = list(trained_parameters(qwen()))
 
 
-class Watched(UserDict[str, Tensor]):
+class WatchedTensors(UserDict[str, Tensor]):
     """`alive`: how many of the tensors that were looked up existed at each look."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_sent_one_parameter_at_a_time() -> None:
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_a_checkpoint_is_read_one_parameter_at_a_time(fsdp: bool) -> None:
     optimizer = stepped(Ranks(1, LEADER, 60.0), fsdp=fsdp)
-    saved = Watched({path: one.clone() for path, one in optimizer.tensors(NAMES).items()})
+    saved = WatchedTensors({path: one.clone() for path, one in optimizer.tensors(NAMES).items()})
     optimizer.load_tensors(NAMES, saved)
     kinds = len(saved) // len(NAMES)
     assert len(saved.alive) == len(saved)
