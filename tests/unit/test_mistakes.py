@@ -40,6 +40,10 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
             "process"
         ),
         "--model m --mode none --fsdp": "--fsdp: needs several trainer processes; pass --ranks",
+        f"{TRAINER} --ranks 2": "--ranks: 2: mode shared_vllm needs one trainer process",
+        "--model m --mode none --nodes 2": "--nodes: 2: needs --rendezvous HOST:PORT",
+        "--model m --mode none --rendezvous a:1": "--rendezvous: has no effect without --nodes",
+        "--model m --mode none --ranks 2 --world-size 3": "--world-size: 3: omit it with --ranks",
         "--model m --mode none --world-size 2 --device cuda:1": (
             "--device: cuda:1: each of 2 trainer processes uses the GPU of its --local-rank"
         ),
@@ -162,7 +166,7 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
     },
     grpo_run: {
         f"{RUN} --batchsize 30": "--batchsize: no such option; did you mean --batch-size?",
-        f"{RUN} --world-size 2": "--world-size: grpo-run starts one trainer process; omit it",
+        f"{RUN} --world-size 2": "--world-size: grpo-run starts the ranks: write --ranks",
         f"{RUN} --weights-socket x": "--weights-socket: grpo-run sets this option itself",
         f"{RUN} -- --batch_size=x": "--batch_size: expected a whole number",
         f"{RUN} -- --weights-socket x": "--weights-socket: grpo-run sets this option itself",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError
+from grpo_core.gpu import VISIBLE_GPUS
 from grpo_core.listening import LOOPBACK
 from grpo_core.process import describe_exit, killed_with_parent
 from grpo_core.redis.server import REDIS_DEADLINE_S, answers_ping, disk_bytes, redis_command
@@ -162,7 +163,7 @@ def _variables_of_server(settings: RunSettings, model: str) -> dict[str, str]:
 def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Service:
     values = trainer_values(settings, places)
     if places.run is not None:
-        variables = child_environment(settings.compute_threads, places.model)
+        variables = child_environment(settings.rank_threads, places.model)
         variables |= token_variables(settings)
         deadline_s = settings.start_deadline_s
     else:  # it runs as a job, which has no deadline
@@ -171,7 +172,7 @@ def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Ser
         variables = UNBUFFERED | secret_variables(**keys)
     return Service(
         name=TRAINER,
-        role=TRAINS,
+        role=f"{TRAINS}, on {count} ranks" if (count := settings.processes) > 1 else TRAINS,
         command=module(MODULES[TRAINER], *given_words(VIEWS[TRAINER], values)),
         healthy=lambda: probe.trainer_is_registered(places.run_api_url),
         deadline_s=deadline_s,
@@ -179,6 +180,7 @@ def trainer_of(settings: RunSettings, places: Places, probe: HealthProbe) -> Ser
         environment=variables
         | places.environment
         | _weights_address(settings, places)
+        | _gpus_of_ranks(settings)
         | url_variables(VIEWS[TRAINER], values),
         may_finish=True,
         # In some modes grpo starts a server itself if nothing listens yet.
@@ -221,6 +223,15 @@ def _weights_address(settings: RunSettings, places: Places) -> dict[str, str]:
     if settings.servers == 1:
         return {}
     return dict(zip(names, (LOOPBACK, str(free_port())), strict=True))
+
+
+def _gpus_of_ranks(settings: RunSettings) -> dict[str, str]:
+    """Several ranks take the GPUs behind those of the server."""
+    if settings.ranks == 1 or not settings.on_gpu:
+        return {}
+    first, end = settings.server_workers, settings.server_workers + settings.ranks
+    visible = os.environ.get(VISIBLE_GPUS) or ",".join(map(str, range(end)))
+    return {VISIBLE_GPUS: ",".join(visible.split(",")[first:end])}
 
 
 def model_job(model: str, path_file: Path, threads: int) -> Service:
@@ -307,7 +318,7 @@ def _not_started(settings: RunSettings) -> list[Service]:
 def _shown(service: Service) -> str:
     urls = [
         f"{name}={hide_passwords(service.environment[name])}"
-        for name in (*URL_VARIABLES.values(), THREADS)
+        for name in (*URL_VARIABLES.values(), THREADS, VISIBLE_GPUS)
         if name in service.environment
     ]
     return shlex.join([*urls, *without_secrets(service.command)[0]])

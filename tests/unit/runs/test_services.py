@@ -274,6 +274,36 @@ def test_the_trainer_takes_the_gpu_after_those_of_the_workers(
     assert value_of("--device", trainer) == device
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, "1,2,3"), ("4,5,6,7", "5,6,7")], ids=["all", "some"]
+)
+def test_several_ranks_take_the_gpus_after_those_of_the_server(
+    visible: str | None, gpus: str, services: ServicesOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = services(load("--mode", "none", "--device", "cuda", "--trainer.ranks", "3"))
+    trainer, server = found["trainer"], found["vllm-server"]
+    assert value_of("--ranks", [*trainer.command]) == "3"
+    assert trainer.environment["CUDA_VISIBLE_DEVICES"] == gpus
+    assert "CUDA_VISIBLE_DEVICES" not in server.environment
+    assert value_of("--gpu-memory-utilization", [*server.command]) == "0.9"
+
+
+def test_several_ranks_share_the_threads_and_pass_on_where_the_hosts_meet(
+    services: ServicesOf, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {ranks: 2, nodes: 2, rendezvous: 'head:1'}\n")
+    settings = load("--config", str(file), "--mode", "none", "--compute-threads", "5")
+    trainer = services(settings)["trainer"]
+    given = {name: value_of(f"--{name}", [*trainer.command]) for name in ("nodes", "rendezvous")}
+    assert given == {"nodes": "2", "rendezvous": "head:1"}
+    assert trainer.environment["OMP_NUM_THREADS"] == "2"
+    assert trainer.role.endswith("on 4 ranks")
+
+
 def test_beside_a_run_api_too_the_trainer_takes_the_gpu_after_those_of_the_workers() -> None:
     words = ["--model", "m", "--max-model-len", "64", "--mode", "none", "--device", "cuda"]
     words += ["--server-flags=--tensor-parallel-size 2"]

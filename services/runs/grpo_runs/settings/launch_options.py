@@ -227,7 +227,7 @@ class WholeRunOptions(CommandSettings):
         default_factory=lambda: max(1, CPU.cores // 2),
         ge=1,
         description="Number of CPU threads that the server computes with; several servers share "
-        "them. The trainer uses the same number",
+        "them. The trainer uses the same number; its ranks share them",
     )
     on_alert: Annotated[str | None, Shown(metavar="COMMAND")] = Field(
         None,
@@ -401,9 +401,15 @@ class LaunchOptions(
         return max(1, self.compute_threads // workers)
 
     @property
+    def rank_threads(self) -> int:
+        """Of each rank of the trainer."""
+        return max(1, self.compute_threads // self.ranks)
+
+    @property
     def trainer_device(self) -> str:
-        """Several workers take the first GPUs, and the trainer the next one, unless it is named."""
-        if self.server_workers == 1 or not self.on_gpu or ":" in self.device:
+        """Several workers take the first GPUs, and the trainer the next one, unless it is named.
+        Several ranks have variables for this."""
+        if self.server_workers == 1 or self.ranks > 1 or not self.on_gpu or ":" in self.device:
             return self.device
         return f"cuda:{self.server_workers}"
 
@@ -414,8 +420,8 @@ class LaunchOptions(
         if self.starts_all:
             self.__dict__.update(vars(self._sizes_of(self.task)))
         share = "gpu_memory_utilization"
-        has_own_gpus = self.trainer_device != self.device and not self.starts_teacher
-        if has_own_gpus and share not in self.model_fields_set:
+        has_own_gpus = self.trainer_device != self.device or (self.ranks > 1 and self.on_gpu)
+        if has_own_gpus and not self.starts_teacher and share not in self.model_fields_set:
             self.__dict__[share] = OWN_GPU_SHARE
         return self
 

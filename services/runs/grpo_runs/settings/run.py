@@ -113,7 +113,7 @@ class RunSettings(LaunchOptions):
     def _mistakes_here(self) -> Iterator[Mistake]:
         prog = self.command.prog
         if self.world_size != 1:
-            yield Mistake("world_size", f"{prog} starts one trainer process; omit it")
+            yield Mistake("world_size", f"{prog} starts the ranks: write --ranks, and omit it")
         yield from self._mistakes_of_servers()
         if not self.starts_all:
             if self.port == self.health_port:
