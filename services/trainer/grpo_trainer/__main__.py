@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             from grpo_trainer.launch import launch
 
-            raise SystemExit(launch(line, words))
+            # torchrun sets the variables of both; a rank takes the next higher port.
+            port = str(settings.master_port - 1)
+            weights = ("--master-addr", settings.master_addr, "--master-port", port)
+            raise SystemExit(launch(line, [*words, *weights]))
         else:
             _train(settings, line)
 

@@ -98,9 +98,9 @@ class ServersOptions(BaseModel):
         26756,
         ge=1,
         le=65535,
-        description="With --num-inference-nodes: port on which the trainer serves weights. With "
-        "several trainer processes it is the next higher one, because torch.distributed uses this "
-        "port",
+        description="With --num-inference-nodes: port on which the trainer serves weights. If "
+        "torchrun starts the trainer, it is the next higher one, because torch.distributed uses "
+        "this port",
     )
 
 
