@@ -40,7 +40,8 @@ from grpo_core.tree.trainer_command import CommandLine, missing_packages
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.data.collate import Batch, by_length, collate
+from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.cuts import by_length
 from grpo_trainer.data.groups import GroupLimits, sequences_of
 from grpo_trainer.errors import MissingPackage
 from grpo_trainer.learner import accumulate_gradients

@@ -21,7 +21,8 @@ from grpo_core.tree.trainer import ForwardOptions
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.data.collate import Batch, Cut, collate
+from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.cuts import Cut
 from grpo_trainer.data.groups import GroupLimits, common_prefix, sequences_of
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import build_forward_pass

@@ -19,7 +19,7 @@ from grpo_core.settings import load_settings
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import ForwardOptions
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_trainer.data.collate import by_prefix
+from grpo_trainer.data.cuts import by_prefix
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass, plain_forward
 from grpo_trainer.model.packed_attention import GatheredKeys

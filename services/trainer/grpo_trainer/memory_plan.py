@@ -7,7 +7,7 @@ Needed for a short time, and estimated: activations, logits and buffers. The act
 of a layer of Llama or Qwen2: two norms, attention with rotary positions, and a gated MLP. Other
 architectures differ by up to a quarter.
 
-On a GPU the plan also chooses how many tokens a micro-batch has, unless the user does.
+On GPUs the plan also chooses how many tokens a micro-batch has, unless the user does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class MemoryBudget:
         total_bytes: the GPU's memory, or the host's
         trainer_reserve, server_reserve: bytes that each process needs beside what the plan counts
         free_bytes: of the GPU, free or this process's own
+        ranks: of the trainer; several have a GPU each, and the server has its own
     """
 
     is_gpu: bool
@@ -98,6 +99,7 @@ class MemoryBudget:
     trainer_reserve: int
     server_reserve: int
     free_bytes: float = math.inf
+    ranks: int = 1
 
     @classmethod
     def find(cls, device: str) -> MemoryBudget:
@@ -111,6 +113,12 @@ class MemoryBudget:
         found = torch.cuda.get_device_properties(gpu)
         free = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
         return cls(True, found.name, found.total_memory, TRAINER_ON_GPU, SERVER_ON_GPU, free)
+
+    def of_least(self, ranks: Ranks) -> MemoryBudget:
+        """Of the rank with the least memory. Called on all ranks."""
+        sizes = torch.tensor([self.total_bytes, self.free_bytes], dtype=torch.float64)
+        total, free = (-ranks.maximum(-sizes)).tolist()
+        return replace(self, total_bytes=int(total), free_bytes=free, ranks=ranks.count)
 
 
 def _host_bytes() -> int:
@@ -133,6 +141,10 @@ class KeptBytes:
     @property
     def total(self) -> int:
         return self.weights + self.masters + self.gradients + self.moments
+
+    def of_leader(self, ranks: int) -> int:
+        """With --fsdp: the leader has the weights, and a part of everything."""
+        return self.weights + self.total // ranks
 
 
 def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: OptimizerName) -> KeptBytes:
@@ -234,6 +246,8 @@ class MemoryPlan:
     @property
     def server_bytes(self) -> float:
         """What the server takes: on a GPU its share, even if it needs less."""
+        if self.machine.ranks > 1:
+            return 0
         if self.machine.is_gpu:
             return self.settings.gpu_memory_utilization * self.machine.total_bytes
         return self.least_server_bytes
@@ -241,7 +255,9 @@ class MemoryPlan:
     def trainer_bytes(self, is_recomputed: bool) -> int:
         """Highest memory of the trainer. Args: is_recomputed: with --gradient-checkpointing"""
         working = self.working_bytes[is_recomputed] + self.gap_bytes
-        return self.kept.total + working + self.machine.trainer_reserve
+        kept, ranks = self.kept, self.machine.ranks
+        of_rank = kept.of_leader(ranks) if self.settings.fsdp and ranks > 1 else kept.total
+        return of_rank + working + self.machine.trainer_reserve
 
     @property
     def fits(self) -> bool:
@@ -317,10 +333,9 @@ def chosen_plan(
 def with_micro_batch(
     settings: TrainerSettings, policy: CausalLM, ranks: Ranks, recorded: int | None
 ) -> TrainerSettings:
-    """The settings with `chosen_plan`'s tokens of a micro-batch. Those of several ranks stay as
-    they are: micro-batches are what the ranks divide among them, so they need many small ones."""
-    machine = MemoryBudget.find(str(device_of(policy)))
-    if settings.tokens_per_micro_batch is not None or not machine.is_gpu or ranks.count > 1:
+    """The settings with `chosen_plan`'s tokens of a micro-batch. Called on all ranks."""
+    machine = MemoryBudget.find(str(device_of(policy))).of_least(ranks)
+    if settings.tokens_per_micro_batch is not None or not machine.is_gpu or not ranks.leads:
         return settings
     plan = chosen_plan(settings, policy, machine, recorded)
     log.info(

@@ -273,7 +273,10 @@ def open_lead(
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     history = VersionHistory(served, sync.begun_as, sync.epochs)
     limits = limits_of(learner.policy, settings)
-    batches = BatchSource(settings, api, limits, history, learner.forward.layout.cut)
+    cut, flops = learner.forward.layout.cut, recorder.speed.flops
+    if ranks.count > 1:
+        cut = replace(cut, ranks=ranks.count, view=flops.of_view / flops.of_token)
+    batches = BatchSource(settings, api, limits, history, cut)
     checks = DataChecks(learner, sync.served_logprobs, bound.value)
     return Lead(learner, sync, batches, checks, recorder, saver, coefficients, provenance), position
 
@@ -314,6 +317,7 @@ def open_other_rank(settings: TrainerSettings, ranks: Ranks) -> tuple[OtherRank,
     if saved and steps_taken >= settings.steps:
         return None
     learner = load_learner(None, settings, ranks)
+    with_micro_batch(settings, learner.policy, ranks, None)
     if saved:
         resume.restore_part(Path(saved[1]), learner.policy, learner.optimizer, ranks)
     learner.optimizer.write_into_parameters()

@@ -162,7 +162,7 @@ class RunOptions(
         ge=1,
         description="Largest number of tokens in one forward pass (micro-batch). A longer "
         "sequence is a micro-batch of its own. With --packing, tokens that sequences share "
-        "count once. On one GPU the default is the largest of 4096, 8192, 16384 and 32768 that "
+        "count once. On GPUs the default is the largest of 4096, 8192, 16384 and 32768 that "
         "fits by --memory-plan, or the number of the checkpoint from which the run resumes",
     )
     seq_len: int = Field(

@@ -14,7 +14,8 @@ from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.data.collate import Batch, Cut, MicroBatch, by_prefix, collate
+from grpo_trainer.data.collate import Batch, MicroBatch, collate
+from grpo_trainer.data.cuts import Cut, by_prefix
 from grpo_trainer.data.groups import GroupLimits, sequences_of
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.forward import ForwardPass

@@ -15,7 +15,8 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
-from grpo_trainer.data.collate import Batch, Cut, MicroBatch, collate
+from grpo_trainer.data.collate import Batch, MicroBatch, collate
+from grpo_trainer.data.cuts import Cut
 from grpo_trainer.data.filter import GroupFilter, digest
 from grpo_trainer.data.groups import GroupLimits, Tokens, UsableSequence, sequences_of
 from grpo_trainer.losses import LossInputs

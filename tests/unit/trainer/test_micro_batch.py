@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from structlog.testing import capture_logs
+from torch import Tensor
 
 from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.records import Start
@@ -80,21 +83,22 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def holding(run: Run) -> Callable[[int], int]:
-    """The least memory of a GPU that holds micro-batches of so many tokens."""
+def holding(run: Run) -> Callable[..., int]:
+    """The least memory of a GPU that holds micro-batches of so many tokens, and a server unless
+    the GPU is not shared."""
 
-    def gpu_bytes(tokens: int) -> int:
+    def gpu_bytes(tokens: int, *, is_shared: bool = True) -> int:
         settings = settings_of(run.model, run.save_path, 1, {"tokens_per_micro_batch": tokens})
         plan = memory_plan(settings)
         of_gpu = chosen_plan(settings, plan.policy, GPU)
         needed = of_gpu.trainer_bytes(False) + MARGIN * of_gpu.working_bytes[False]
-        return int(needed / (1 - settings.gpu_memory_utilization)) + 1
+        return int(needed / (1 - is_shared * settings.gpu_memory_utilization)) + 1
 
     return gpu_bytes
 
 
 def test_a_resumed_run_keeps_the_recorded_number_unless_it_no_longer_fits(
-    run: Run, holding: Callable[[int], int]
+    run: Run, holding: Callable[..., int]
 ) -> None:
     used, (line,) = run.go_on(holding(8192))
     assert (used, line["tokens"]) == (8192, 8192)
@@ -110,8 +114,21 @@ def test_a_resumed_run_keeps_the_recorded_number_unless_it_no_longer_fits(
     assert recorded == [8192, 8192, 4096, 128]
 
 
-def test_the_number_is_chosen_if_one_process_trains_on_a_gpu_and_the_user_names_none(
-    run: Run, holding: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+@dataclass(frozen=True)
+class Two(Ranks):
+    """Two ranks. Args: other_bytes: of the other one's GPU"""
+
+    count: int = 2
+    other_bytes: int = 0
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        return torch.maximum(
+            tensor, -torch.tensor([self.other_bytes, math.inf], dtype=torch.float64)
+        )
+
+
+def test_the_number_is_chosen_on_gpus_unless_the_user_names_it(
+    run: Run, holding: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen(machine: MemoryBudget, ranks: Ranks = ALONE, **options: Any) -> int | None:
         monkeypatch.setattr(MemoryBudget, "find", lambda _: machine)
@@ -127,5 +144,11 @@ def test_the_number_is_chosen_if_one_process_trains_on_a_gpu_and_the_user_names_
         assert chosen(replace(GPU, total_bytes=GIB)) == 4096
     assert "may not fit" in lines[0]["hint"]
     assert chosen(GPU, tokens_per_micro_batch=20) == 20
-    assert chosen(GPU, ranks=Ranks(2)) is None
+    # The GPU with the least memory decides. None of it is the server's, which has its own.
+    least = holding(8192, is_shared=False)
+    larger, smaller = (replace(GPU, total_bytes=n) for n in (80 * GIB, least))
+    assert chosen(larger, ranks=Two(other_bytes=least)) == 8192
+    assert chosen(smaller, ranks=Two(other_bytes=80 * GIB)) == 8192
+    assert chosen(smaller, ranks=Two(other_bytes=least - 1)) == 4096
+    assert chosen(smaller, ranks=Two(other_bytes=least - 1), mode="none", fsdp=True) == 8192
     assert chosen(replace(GPU, is_gpu=False)) is None

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_trainer.checks.served_weights import MISMATCH
-from grpo_trainer.data.collate import Batch, by_length
+from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.cuts import by_length
 from grpo_trainer.model.adapter import without_dropout
 from grpo_trainer.model.policy import CausalLM, device_of, uncompiled
 from grpo_trainer.token_table import MIN_TOKENS, Distance, TokenTable, mean_distance

@@ -28,7 +28,8 @@ from grpo_core.errors import LeasesFull, ServiceUnavailable
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.collate import Batch, Cut, collate
+from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.cuts import Cut
 from grpo_trainer.data.filter import GroupFilter, VersionHistory, digest
 from grpo_trainer.data.groups import GroupLimits, UsableSequence
 from grpo_trainer.data.quarantine import Quarantine

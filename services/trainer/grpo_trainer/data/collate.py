@@ -20,18 +20,10 @@ from torch import Tensor
 from grpo_core.tree.objectives import AggregationName, Objective
 from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.groups import Tokens, UsableSequence, common_prefix
+from grpo_trainer.data.cuts import Cut
+from grpo_trainer.data.groups import UsableSequence, common_prefix
 from grpo_trainer.data.stats import data_metrics
 from grpo_trainer.ranks import Ranks
-
-KEYS_PER_TOKEN = 8
-"""Limit of the sequences' own lengths in a micro-batch of packed sequences, per computed token:
-attention gathers the keys of a shared beginning once for each sequence."""
-
-Cut = Callable[[Sequence[Tokens], int], list[list[int]]]
-"""Args: the sequences' tokens, and the budget of a micro-batch in tokens. Returns the indices of
-the sequences of each micro-batch, in the order in which they are laid out. A micro-batch has at
-least one sequence, whatever its length."""
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -273,48 +265,3 @@ def token_weights(
     if aggregation == "constant":
         return trained / (sequences * constant)
     return trained / trained.sum(-1, keepdim=True).clamp_min(1) / sequences
-
-
-def by_length(sequences: Sequence[Tokens], tokens: int) -> list[list[int]]:
-    """For padded rows: sequences of nearly the same length together. Padding counts as tokens."""
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
-    micro_batches: list[list[int]] = []
-    room = 0
-    for index in order:
-        if not room:
-            micro_batches.append([])
-            room = max(1, tokens // max(1, len(sequences[index])))
-        micro_batches[-1].append(index)
-        room -= 1
-    return micro_batches
-
-
-def by_prefix(sequences: Sequence[Tokens], tokens: int) -> list[list[int]]:
-    """For packed sequences: sequences with a common beginning next to each other. The beginning
-    that a sequence shares with the previous one of its micro-batch counts no tokens.
-
-    A micro-batch ends, if possible, where two neighbours share least.
-    """
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i])
-    rows = [sequences[i] for i in order]
-    shared = [0, *(common_prefix(a, b) for a, b in pairwise(rows))]
-    micro_batches: list[list[int]] = []
-    start = 0
-    while start < len(rows):
-        end = _end(rows, shared, start, tokens)
-        micro_batches.append(order[start:end])
-        start = end
-    return micro_batches
-
-
-def _end(rows: Sequence[Tokens], shared: Sequence[int], start: int, tokens: int) -> int:
-    """Where the micro-batch that begins at `start` ends: the best place in the second half of the
-    rows for which there is room."""
-    computed = keys = 0
-    for i in range(start, len(rows)):
-        computed += len(rows[i]) - (shared[i] if i > start else 0)
-        keys += len(rows[i])
-        if i > start and (computed > tokens or keys > KEYS_PER_TOKEN * tokens):
-            places = range(i, start + (i - start) // 2, -1)
-            return min(places, key=shared.__getitem__)
-    return len(rows)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from grpo_trainer.data.collate import Cut, MicroBatch, by_length, by_prefix, sent
+from grpo_trainer.data.collate import MicroBatch, sent
+from grpo_trainer.data.cuts import Division, by_length, by_prefix
 
 CALL_SCORES = 20_000
 """What one more attention call costs, as a number of attention scores. Measured on 2 cores."""
@@ -39,7 +40,7 @@ class Layout:
     """`cut` divides a step into the micro-batches that suit the layout."""
 
     inputs: Callable[[MicroBatch], ModelInputs]
-    cut: Cut
+    cut: Division
 
 
 def padded(micro: MicroBatch) -> ModelInputs:

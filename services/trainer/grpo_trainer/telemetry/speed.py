@@ -3,7 +3,7 @@ model needs (MFU, arXiv 2204.02311 appendix B)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from grpo_trainer.data.collate import Batch
+from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.model import onednn
 from grpo_trainer.model.policy import (
     CausalLM,
@@ -82,15 +82,13 @@ class ModelFlops:
             of_view=12 * sum(widths) - 8 * sum(widths[: len(below)]),
         )
 
-    def of_batch(self, batch: Batch) -> float:
-        """Of what must be computed: in each micro-batch all tokens but padding and the beginning
-        that a sequence shares with the previous one, and logits of the trained tokens alone."""
-        tokens = views = targets = 0
-        for micro in batch.micro_batches:
-            targets += len(micro.trained()[0])
-            for length, shared in zip(micro.lengths, micro.shared, strict=True):
-                tokens += length - shared
-                views += (length * (length + 1) - shared * (shared + 1)) // 2
+    def of_micro_batch(self, micro: MicroBatch) -> float:
+        """Of what must be computed: all tokens but padding and the beginning that a sequence shares
+        with the previous one, and logits of the trained tokens alone."""
+        tokens, views, targets = 0, 0, len(micro.trained()[0])
+        for length, shared in zip(micro.lengths, micro.shared, strict=True):
+            tokens += length - shared
+            views += (length * (length + 1) - shared * (shared + 1)) // 2
         return self.of_token * tokens + self.of_target * targets + self.of_view * views
 
 
@@ -104,6 +102,7 @@ class Speed:
 
     flops: ModelFlops
     rate: float
+    ranks: int = 1
 
     @classmethod
     def measured(cls, policy: CausalLM, ranks: Ranks) -> Speed:
@@ -116,14 +115,25 @@ class Speed:
             dtype=str(dtype).split(".")[1],
             cpu_threads=torch.get_num_threads(),
         )
-        return cls(ModelFlops.of(policy), rate * ranks.count)
+        return cls(ModelFlops.of(policy), rate * ranks.count, ranks.count)
 
-    def metrics(self, batch: Batch, compute_s: float) -> dict[str, float]:
+    def metrics(self, batch: Batch, compute_s: float) -> dict[str, float | None]:
+        flops = [self.flops.of_micro_batch(micro) for micro in batch.micro_batches]
         return {
             "train/tokens_per_s": batch.tokens / compute_s,
-            "train/mfu": self.flops.of_batch(batch) / compute_s / self.rate,
+            "train/mfu": sum(flops) / compute_s / self.rate,
             "train/device_tflops": self.rate / 1e12,
+            "train/rank_idle_fraction": idle_fraction(flops, self.ranks)
+            if self.ranks > 1
+            else None,
         }
+
+
+def idle_fraction(costs: Sequence[float], ranks: int) -> float:
+    """Share of the ranks' time in which they wait for the costliest micro-batch of a round, if time
+    is as the cost. Args: costs: of the micro-batches, as `Ranks.portion` divides them"""
+    rounds = [costs[start : start + ranks] for start in range(0, len(costs), ranks)]
+    return 1 - sum(costs) / (ranks * sum(map(max, rounds)))
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -11,7 +11,8 @@ from grpo_core.tree.objectives import GRPO, Objective
 from grpo_core.wire.fields import MASKED
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.data.collate import Cut, by_length, by_prefix, collate
+from grpo_trainer.data.collate import collate
+from grpo_trainer.data.cuts import Cut, by_length, by_prefix
 from grpo_trainer.model.logprobs import TokenValues
 from grpo_trainer.token_table import TokenTable
 from tests.unit.trainer.groups import VOCABULARY, P, collated, group, in_order, usable

@@ -28,7 +28,7 @@ from transformers import (
 
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import Choice, ForwardOptions
-from grpo_trainer.data.collate import Cut, by_prefix
+from grpo_trainer.data.cuts import Cut, by_prefix
 from grpo_trainer.errors import FastPathRefused, NonFiniteLoss
 from grpo_trainer.learner import GradientStats, accumulate_gradients
 from grpo_trainer.model import fused_head, packed_attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,9 +34,10 @@ from tests.unit.trainer.ranks.rank_rig import met
 from tests.unit.trainer.tiny_policy import model_directory
 
 DEADLINE_S = 120.0
+METRICS = "metrics.jsonl"
 REJECTED = 2
 CASES: dict[str, dict[str, Any]] = {
-    "penalty": {"kl_coef": 0.1, "kl_in": "reward"},
+    "penalty": {"kl_coef": 0.1, "kl_in": "reward", "tokens_per_micro_batch": None},
     "maxent": {"objective": "maxent", "kl_coef": 0.1, "maxent_tau": 0.5},
     "fsdp": {"fsdp": True, "kl_coef": 0.1, "distill_coef": 0.5},
 }
@@ -70,7 +72,12 @@ class Queue:
             raise LeasesFull("full", 409)
         self.given += 1
         sent = {"advantages": [[3e38], [3e38]]} if self.given == REJECTED else {}
-        groups = [taught(good(10 * self.given + i, env_id=0, **sent)) for i in range(4)]
+        groups = [
+            taught(
+                good(10 * self.given + i, env_id=0, tokens=[[i, 6, 7], [i, 6, 8, 9, 10]], **sent)
+            )
+            for i in range(11, 15)
+        ]
         return LeasedBatch(self.given, groups, [None] * 4)
 
 
@@ -80,6 +87,7 @@ def settings_of(
     fixed = {"mode": "none", "redis_url": "redis://127.0.0.1:1/0", "lr": 1e-3, "seq_len": 64}
     sizes = {"steps": steps, "tokens_per_micro_batch": 16, "state_interval": 2, "world_size": 2}
     given = {"model": str(model), "save_path": str(save_path), "dtype": "float32", "device": "cpu"}
+    given["metrics_file"] = str(save_path / METRICS)
     other = {"checkpoint_interval": 0, "rank_deadline_s": 1e4}
     return CommandLine.model_validate({**fixed, **sizes, **given, **other, **options}).settings()
 
@@ -139,6 +147,12 @@ def _work(rank: int, model: Path, saved: Path, options: dict[str, Any]) -> None:
     os._exit(0)
 
 
+def idle_fractions(saved: Path) -> list[Any]:
+    """Of each step."""
+    lines = (saved / METRICS).read_text().splitlines()
+    return [json.loads(line).get("train/rank_idle_fraction") for line in lines]
+
+
 @pytest.mark.parametrize(
     "name", ["penalty", pytest.param("maxent", marks=pytest.mark.full), "fsdp"]
 )
@@ -162,6 +176,10 @@ def test_two_ranks_train_the_model_of_one(name: str, tmp_path: Path) -> None:
         for place in ("alone", "together")
     )
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    idle_alone, idle = (idle_fractions(tmp_path / place) for place in ("alone", "together"))
+    assert idle_alone == [None] * 6
+    assert len(idle) == 6
+    assert max(idle) < 0.1
     found = verify(Provenance.of(tmp_path / "together"))
     assert (found.problems, found.checkpoints, found.undigested) == ([], 2, 1)
     said: list[str] = []

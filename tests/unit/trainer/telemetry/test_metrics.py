@@ -88,7 +88,7 @@ OUTCOME = StepOutcome(
         alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
         reach=Reach(2, 7, first_s=0.2, all_s=0.3, incidents=Incidents(3, 4, 5)),
     ),
-    speed=Speed(ModelFlops(of_token=30e12, of_target=10e12, of_view=3e12), rate=400e12),
+    speed=Speed(ModelFlops(of_token=30e12, of_target=10e12, of_view=3e12), 400e12, ranks=2),
     times={
         "time_s": 9.0,
         "train/step_time": 2.0,
@@ -118,6 +118,7 @@ def test_every_value_by_hand() -> None:
             **{"throughput/tokens_per_s": 50, "train/tokens_per_s": 100},
             # 2 inputs, and 2 after those 2; 4 targets; 1 + 2 and 3 + 4 views.
             **{"train/mfu": (4 * 30 + 4 * 10 + 10 * 3) / 400, "train/device_tflops": 400},
+            "train/rank_idle_fraction": 0.5,
             **{"grpo/mean_ratio": 1.1, "grpo/ratio_max": 1.4, "grpo/clipped_fraction": 0.25},
             **{"grpo/effective_sample_fraction": 4.4**2 / 20, "grpo/corrected_fraction": 0.5},
             **{"policy/entropy": 1.5, "policy/reference_kl": 0.2, "policy/kl_coef": 0.05},

@@ -74,9 +74,18 @@ def test_a_shared_prompt_counts_once_and_padding_never() -> None:
     assert micro.shared == (0, 2)
     apart = replace(micro, shared=(0, 0))
     tokens, targets, views = ModelFlops(1, 0, 0), ModelFlops(0, 1, 0), ModelFlops(0, 0, 1)
-    assert [one.of_batch(Batch([micro])) for one in (tokens, targets, views)] == [4, 4, 3 + 3 + 4]
-    both = Batch([micro, apart])
-    assert [one.of_batch(both) for one in (tokens, targets, views)] == [4 + 6, 8, 10 + 3 + 10]
+    kinds = (tokens, targets, views)
+    assert [one.of_micro_batch(micro) for one in kinds] == [4, 4, 3 + 3 + 4]
+    assert [one.of_micro_batch(apart) for one in kinds] == [6, 4, 3 + 10]
+
+
+def test_a_rank_is_idle_while_another_one_computes() -> None:
+    """Rounds of 4 and 6 tokens, and of 6 tokens and none: 16 of 2 x (6 + 6)."""
+    (micro,) = collated(group()).micro_batches
+    batch = Batch([micro, *[replace(micro, shared=(0, 0))] * 2])
+    speeds = [Speed(ModelFlops(1, 0, 0), rate=1.0, ranks=ranks) for ranks in (1, 2)]
+    found = [speed.metrics(batch, 1.0)["train/rank_idle_fraction"] for speed in speeds]
+    assert found == [None, pytest.approx(1 - 16 / 24)]
 
 
 def test_the_rate_of_all_ranks_is_measured_without_a_random_number(tiny_model: Path) -> None:
