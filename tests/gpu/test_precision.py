@@ -27,7 +27,7 @@ from grpo_trainer.model.packing import AttentionCalls, Layout, PackedBounds, Par
 from grpo_trainer.optim.digests import WeightDigests, digests_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.optim.master_update import build_update
-from grpo_trainer.ranks import ALONE
+from grpo_trainer.ranks import ALONE, Orders
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 DEVICE = torch.device("cuda", 0)
@@ -127,7 +127,7 @@ def test_a_step_of_gradients_on_the_gpu_is_that_on_the_host() -> None:
 def test_saved_weights_have_the_digests_that_they_have_on_the_host() -> None:
     drawn = torch.Generator(DEVICE).manual_seed(0)
     weights = [torch.randn(size, generator=drawn, device=DEVICE) for size in (SIZE, 2**25, 3)]
-    digests = WeightDigests(weights, ALONE)
+    digests = WeightDigests(weights, Orders(ALONE))
     digests.begin()
     assert digests.finish() is None
     assert digests.finish_saved() == digests_of([each.cpu() for each in weights], parts=1)

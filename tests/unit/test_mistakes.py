@@ -61,9 +61,6 @@ MISTAKES: dict[Callable[[], None], dict[str, str]] = {
         "--model m --mode lora_only --master-dtype bfloat16": (
             "--master-dtype: mode lora_only trains an adapter, whose master weights must be"
         ),
-        "--model m --mode none --world-size 2 --fsdp --optimizer adafactor": (
-            "--fsdp: needs --optimizer adamw"
-        ),
         "--model m --mode shared_vllm --num-inference-nodes 2": (
             "--num-inference-nodes: 2: mode shared_vllm trains the memory of one server; pass 0"
         ),

@@ -31,20 +31,21 @@ from grpo_trainer.losses import (
     step_loss,
 )
 from grpo_trainer.model.adapter import adapter_dropouts, dropout_on, trained_parameters
+from grpo_trainer.model.division import Division, division_of
 from grpo_trainer.model.forward import (
     FastForward,
     ForwardPass,
     build_forward_pass,
     plain_forward,
 )
-from grpo_trainer.model.loading import broadcast_policy, warn_of_slow_type
+from grpo_trainer.model.loading import broadcast_policy, device_to_load_on, warn_of_slow_type
 from grpo_trainer.model.logprobs import TokenValues, values_of_all
 from grpo_trainer.model.policy import CausalLM, device_of, train_only
 from grpo_trainer.model.reference import Reference, build_reference
-from grpo_trainer.optim.digests import WeightDigests
+from grpo_trainer.optim.digests import BEGIN_DIGESTS, SAVED_DIGESTS, WeightDigests
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
-from grpo_trainer.optim.sharding import RankOptimizer, is_divided, shard
-from grpo_trainer.ranks import ALONE, Ranks
+from grpo_trainer.optim.sharding import RankOptimizer
+from grpo_trainer.ranks import ALONE, SAVE, Orders, Ranks
 from grpo_trainer.token_table import TokenTable
 
 log = structlog.get_logger()
@@ -105,8 +106,7 @@ def accumulate_gradients(
     whole batch, so the sum of the ranks' gradients is the gradient that one process computes.
 
     Args:
-        policy: the whole policy, or this rank's part of it (FSDP2), whose passes add up the
-            gradients themselves
+        policy: if it is divided, its passes add up the gradients themselves
         optimizer: collects the gradients, which are multiplied by its loss scale
 
     Raises:
@@ -129,7 +129,7 @@ def accumulate_gradients(
         found.add_up(ranks)
         if not math.isfinite(sum(found.loss_parts)):
             raise _non_finite(f"step {step}", sum(found.loss_parts), found.sums)
-        if optimizer is not None and ranks.count > 1 and not is_divided(policy):
+        if optimizer is not None and ranks.count > 1 and division_of(policy) is None:
             optimizer.gradients.add_up(ranks)
     seen = values_of_all(found.seen, micro_batches, ranks)
     known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
@@ -141,11 +141,12 @@ def accumulate_gradients(
 
 @dataclass(frozen=True)
 class Learner:
-    """A policy, and what computes and takes its steps. Every rank has one.
+    """A policy, and what computes and takes its steps. Every rank has one, with --fsdp a part of
+    one.
 
     Args:
         reference: None without a KL penalty
-        part: with FSDP2, this rank's part of the policy, with its own forward pass
+        orders: of rank 0
     """
 
     settings: TrainerSettings
@@ -154,7 +155,7 @@ class Learner:
     forward: FastForward
     reference: Reference | None
     optimizer: MasterOptimizer
-    part: tuple[CausalLM, ForwardPass] | None = None
+    orders: Orders = field(default_factory=partial(Orders, ALONE))
 
     @property
     def names(self) -> list[str]:
@@ -164,7 +165,7 @@ class Learner:
     @cached_property
     def digests(self) -> WeightDigests:
         """Of the master weights."""
-        return WeightDigests(self.optimizer.masters, self.ranks, self.optimizer.parts)
+        return WeightDigests(self.optimizer.masters, self.orders, self.optimizer.parts)
 
     def with_reference(self, batch: Batch) -> Batch:
         """The batch with the reference model's logprobs, if there is one."""
@@ -173,10 +174,16 @@ class Learner:
     def accumulate_once(
         self, batch: Batch, objective: Objective, step: int, meanwhile: Meanwhile = NOTHING
     ) -> GradientStats:
-        """Run `accumulate_gradients` with this rank's part."""
-        policy, forward = self.part or (self.policy, self.forward)
+        """Run `accumulate_gradients`."""
         return accumulate_gradients(
-            policy, batch, objective, step, forward, self.optimizer, self.ranks, meanwhile
+            self.policy,
+            batch,
+            objective,
+            step,
+            self.forward,
+            self.optimizer,
+            self.ranks,
+            meanwhile,
         )
 
     def accumulate(
@@ -206,11 +213,17 @@ class Learner:
         """Saves this rank's part of them."""
         return Background(self.ranks, self.optimizer.parts)
 
-    def save_part(self) -> None:
-        """Called on ranks above 0 while rank 0 saves: with FSDP2 each has a part of the state."""
-        self.digests.finish_saved()
-        if self.optimizer.parts > 1:
-            self.checkpoints.begin(self.optimizer.tensors(self.names), save_part)
+    def follow(self) -> None:
+        """Do what rank 0 orders while it works alone."""
+        self.orders.actions |= {
+            SAVE: lambda _: self._save_part(),
+            BEGIN_DIGESTS: lambda _: self.digests.begin(),
+            SAVED_DIGESTS: lambda _: self.digests.finish_saved(),
+        }
+        self.orders.follow()
+
+    def _save_part(self) -> None:
+        self.checkpoints.begin(self.optimizer.tensors(self.names), save_part)
 
 
 def with_objective(learner: Learner, settings: TrainerSettings) -> Learner:
@@ -229,32 +242,30 @@ def load_learner(policy: CausalLM | None, settings: TrainerSettings, ranks: Rank
     if policy is not None:
         # Dropout would make the trainer's logprobs differ from the server's at random.
         policy.eval()
-        warn_of_slow_type(policy)
     policy, settings = broadcast_policy(policy, settings, ranks)
+    learner = build_learner(policy, settings, ranks)
     if device_of(policy).type == "cpu":
         keep_freed_memory(max(parameter.nbytes for parameter in policy.parameters()))
-    return build_learner(policy, settings, ranks)
+    if ranks.leads:
+        warn_of_slow_type(policy)
+    return learner
 
 
 def build_learner(policy: CausalLM, settings: TrainerSettings, ranks: Ranks) -> Learner:
-    """Called on all ranks, with equal policies. With --fsdp rank 0 keeps the whole policy beside
-    its part. Raises the errors of `build_optimizer` and `build_reference`."""
+    """Called on all ranks, with equal policies. With --fsdp the policy is divided, and ranks above
+    0 give one without content. Raises the errors of `Division`, `build_optimizer` and
+    `build_reference`."""
+    orders = Orders(ranks)
     if settings.trained_layers is not None:
         train_only(policy, settings.trained_layers)
-    # --fsdp excludes --compile.
-    options = settings.model_copy(update={"compile": False}) if settings.fsdp else settings
-    forward = build_forward_pass(policy, options, differentiates_entropy=settings.entropy_coef > 0)
-    reference = build_reference(policy, forward, settings)
-    if ranks.count == 1:
-        optimizer = build_optimizer(policy, settings)
-        return Learner(settings, ranks, policy, forward, reference, optimizer)
-    sharded = shard(policy, ranks) if settings.fsdp else None
-    part = None
-    if sharded is not None:
-        part = sharded.policy, forward if forward.head is None else sharded.within(forward)
-    kind = partial(RankOptimizer, ranks=ranks, sharded=sharded)
-    optimizer = build_optimizer(part[0] if part else policy, settings, kind)
-    return Learner(settings, ranks, policy, forward, reference, optimizer, part)
+    divides = settings.fsdp and ranks.count > 1
+    if divides:
+        Division(policy, device_to_load_on(settings.device), orders, "the policy")
+    forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
+    reference = build_reference(policy, forward, settings, orders if divides else None)
+    of_rank = partial(RankOptimizer, ranks, division_of(policy))
+    optimizer = build_optimizer(policy, settings, MasterOptimizer if ranks.count == 1 else of_rank)
+    return Learner(settings, ranks, policy, forward, reference, optimizer, orders)
 
 
 @dataclass

@@ -16,7 +16,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -37,9 +37,9 @@ _LIBRARIES = ("gloo", "NCCL")
 T = TypeVar("T")
 S = TypeVar("S", bound=TrainerSettings)
 
-BATCH_FOLLOWS, CHECKPOINT_FIRST = 0, 1
-"""What rank 0 tells the others while they wait for a batch."""
 _TEXT_BYTES = 512
+END, SAVE, LOAD = "end", "save", "load"
+"""Orders. END is the last of some."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,42 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+class Orders:
+    """What the other ranks do while rank 0 works alone: some of its work needs all of them, and
+    gives an order.
+
+    Attributes:
+        actions: by name; each takes a number
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.actions: dict[str, Callable[[int], object]] = {}
+        self._are_followed = False
+
+    def begin(self) -> None:
+        """Rank 0 works alone from here to `end`, while the other ranks call `follow`."""
+        self._are_followed = self.ranks.leads and self.ranks.count > 1
+
+    def give(self, name: str, number: int = 0) -> None:
+        """Let the other ranks do it at the same time, if they follow."""
+        if self._are_followed:
+            self.ranks.broadcast((name, number))
+
+    def end(self) -> None:
+        self.give(END)
+        self._are_followed = False
+
+    def follow(self) -> None:
+        """Called on ranks above 0, until rank 0 calls `end`."""
+        while True:
+            order: tuple[str, int] = self.ranks.broadcast(("", 0), "an order")
+            name, number = order
+            if name == END:
+                return
+            self.actions[name](number)
 
 
 def join(options: ProcessOptions) -> Ranks:

@@ -33,11 +33,11 @@ from grpo_trainer.data.batches import BatchQueue, BatchSource, Position, Skipped
 from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.data.filter import VersionHistory
 from grpo_trainer.errors import RolloutMismatch
-from grpo_trainer.learner import NOTHING, GradientStats, Learner, Meanwhile, load_learner
+from grpo_trainer.learner import GradientStats, Learner, Meanwhile, load_learner
 from grpo_trainer.memory_plan import with_micro_batch
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import device_of, limits_of
-from grpo_trainer.ranks import BATCH_FOLLOWS, CHECKPOINT_FIRST, Ranks
+from grpo_trainer.ranks import LOAD, Ranks
 from grpo_trainer.telemetry.metrics import StepOutcome
 from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps
 from grpo_trainer.telemetry.sinks import Recorder, begin_records, open_sinks
@@ -67,8 +67,9 @@ class Lead:
     def take(self, position: Position) -> Batch:
         """Wait for a batch of run-api, and send its micro-batches to the other ranks."""
         self.recorder.watch.begin()
+        self.learner.orders.begin()
         batch = self._awaited(position)
-        self.learner.ranks.broadcast(BATCH_FOLLOWS)
+        self.learner.orders.end()
         broadcast_batch(batch, self.learner.ranks)
         self.recorder.watch.fetched()
         return batch
@@ -112,7 +113,12 @@ class Lead:
             self.batches.request_next(position)
             self._write()
 
-        return Meanwhile(begun, lambda tokens: self._check(batch, tokens, position))
+        def known(tokens: TokenTable) -> None:
+            self.learner.orders.begin()
+            self._check(batch, tokens, position)
+            self.learner.orders.end()
+
+        return Meanwhile(begun, known)
 
     def _write(self) -> None:
         """Write what is known of the previous step, in threads."""
@@ -137,11 +143,13 @@ class Lead:
         self.provenance.finish()
 
     def publish(self, position: Position) -> Published:
-        """Write the new master weights into the policy, and bring them to the server."""
+        """Write the new master weights into the policy, and bring them to the server. From here to
+        the next batch, this rank works alone."""
         optimizer, device = self.learner.optimizer, device_of(self.learner.policy)
         if device.type == "cuda":  # otherwise the update would count as publication
             torch.cuda.synchronize(device)
         self.recorder.watch.updated()
+        self.learner.orders.begin()
         published = self.sync.publish(optimizer, position.step + 1)
         self.checks.after_update(optimizer, position.step)
         return published
@@ -178,22 +186,25 @@ class Lead:
         self.coefficients.observe(divergence, sequences, batch.weights_entropy, position.step)
         # After the record: a checkpoint must not include a step that no record mentions.
         position = Position(position.step + 1, batch.batch_id, published.version.epoch)
-        if self.learner.ranks.broadcast(self.saver.is_due(position)):
+        if self.saver.is_due(position):
             self._write()
         self.saver.step_taken(position)
         return position
 
+    def leave(self) -> None:
+        """The run is over."""
+        self.learner.orders.end()
+
 
 @dataclass(frozen=True)
 class OtherRank:
-    """A rank above 0: computes its portion of each batch. Its positions hold the step alone, and
-    its publications have no result."""
+    """A rank above 0: computes its portion of each batch, and follows rank 0's orders in between.
+    Its positions hold the step alone, and its publications have no result."""
 
     learner: Learner
 
     def take(self, _position: Position) -> Batch:
-        while self.learner.ranks.broadcast(BATCH_FOLLOWS, "a batch") == CHECKPOINT_FIRST:
-            self.learner.save_part()
+        self.learner.follow()
         return broadcast_batch(None, self.learner.ranks)
 
     def agree_on_objective(self) -> Objective:
@@ -203,7 +214,7 @@ class OtherRank:
         return position
 
     def meanwhile(self, *_: object) -> Meanwhile:
-        return NOTHING
+        return Meanwhile(known=lambda _: self.learner.follow())
 
     def finish_digests(self) -> None:
         self.learner.digests.finish()
@@ -212,9 +223,10 @@ class OtherRank:
         self.learner.optimizer.write_into_parameters()
 
     def finish(self, position: Position, *_: object) -> Position:
-        if self.learner.ranks.broadcast(False):  # whether rank 0 saves a checkpoint
-            self.learner.save_part()
         return replace(position, step=position.step + 1)
+
+    def leave(self) -> None:
+        self.learner.follow()
 
 
 Role = Lead | OtherRank
@@ -252,6 +264,7 @@ def open_lead(
     policy = sync.load_policy(saved is not None)
     settings = settings.model_copy(update={"run_id": sync.server_run_id})
     learner = _with_micro_batch(load_learner(policy, settings, ranks), saved)
+    learner.orders.begin()
     provenance = stack.enter_context(contextlib.closing(ProvenanceLog(learner)))
     recorder = Recorder(settings, sinks, Speed.measured(learner.policy, ranks))
     stack.callback(recorder.write_rollouts)
@@ -269,7 +282,6 @@ def open_lead(
     )
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
-    ranks.broadcast(own is None)
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     history = VersionHistory(served, sync.begun_as, sync.epochs)
     limits = limits_of(learner.policy, settings)
@@ -278,6 +290,7 @@ def open_lead(
         cut = replace(cut, ranks=ranks.count, view=flops.of_view / flops.of_token)
     batches = BatchSource(settings, api, limits, history, cut)
     checks = DataChecks(learner, sync.served_logprobs, bound.value)
+    learner.orders.end()
     return Lead(learner, sync, batches, checks, recorder, saver, coefficients, provenance), position
 
 
@@ -299,7 +312,7 @@ def _restored(
         return Position(step=0, batch_id=0, epoch=0)
     coefficients.resume(saved.record.kl_coef, saved.record.maxent)
     return resume.restore(
-        saved, learner.policy, learner.optimizer, api, learner.settings, learner.ranks
+        saved, learner.policy, learner.optimizer, api, learner.settings, learner.orders
     )
 
 
@@ -319,10 +332,11 @@ def open_other_rank(settings: TrainerSettings, ranks: Ranks) -> tuple[OtherRank,
     learner = load_learner(None, settings, ranks)
     with_micro_batch(settings, learner.policy, ranks, None)
     if saved:
-        resume.restore_part(Path(saved[1]), learner.policy, learner.optimizer, ranks)
-    learner.optimizer.write_into_parameters()
-    learner.digests.begin()
-    learner.digests.finish_saved()
-    if ranks.broadcast(False):  # whether rank 0 saves a checkpoint
-        learner.save_part()
+        learner.orders.actions[LOAD] = lambda _: _load_part(learner, Path(saved[1]))
+    learner.follow()
     return OtherRank(learner), Position(steps_taken, 0, 0)
+
+
+def _load_part(learner: Learner, directory: Path) -> None:
+    resume.restore_part(directory, learner.policy, learner.optimizer, learner.ranks)
+    learner.optimizer.write_into_parameters()

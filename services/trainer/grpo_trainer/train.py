@@ -112,4 +112,7 @@ def open_run(
         if opened is not None:
             stack.callback(opened[0].learner.checkpoints.close)
             SelfTest(opened[0].learner).require()
+            opened[0].learner.orders.begin()
         yield opened
+        if opened is not None:
+            opened[0].leave()

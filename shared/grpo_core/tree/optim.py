@@ -71,14 +71,13 @@ class OptimizerOptions(BaseModel):
     )
     fsdp: bool = Field(
         False,
-        description="Divide master weights, gradients and optimizer state among the trainer "
-        "processes (PyTorch's FSDP2). Requires --optimizer adamw",
+        description="Divide the weights, their gradients and the optimizer's state among the "
+        "trainer processes (PyTorch's FSDP2)",
     )
 
     def optimizer_on(self, device_type: str) -> OptimizerName:
         """The optimizer on a device of this type, "cuda" or "cpu"."""
-        is_8bit = device_type == "cuda" and not self.fsdp
-        return self.optimizer or ("adamw_8bit" if is_8bit else "adamw")
+        return self.optimizer or ("adamw_8bit" if device_type == "cuda" else "adamw")
 
     def optimizer_conflicts(self) -> Iterator[Mistake]:
         """Options that exclude each other."""
@@ -86,8 +85,6 @@ class OptimizerOptions(BaseModel):
             yield Mistake("rounding", "stochastic needs --master-dtype bfloat16")
         if self.warmup_steps and self.warmup_ratio:
             yield Mistake("warmup_ratio", "excludes --warmup-steps")
-        if self.fsdp and self.optimizer not in (None, "adamw"):
-            yield Mistake("fsdp", "needs --optimizer adamw")
         for name in ("adam_beta1", "adam_beta2", "adam_eps"):
             is_default = getattr(self, name) == OptimizerOptions.model_fields[name].default
             if self.optimizer == "adafactor" and not is_default:

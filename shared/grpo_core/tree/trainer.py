@@ -67,7 +67,7 @@ class ForwardOptions(BaseModel):
         None,
         description="Compile the model's layers with torch.compile, which needs a C++ compiler "
         "for a CPU, and Triton and a C compiler for a GPU. On a GPU it is on by default if the "
-        "compiler and the model allow it, and off with --fsdp",
+        "compiler and the model allow it",
     )
     gradient_checkpointing: bool = Field(
         False,

@@ -235,7 +235,8 @@ class CommandLine(
         yield from self.optimizer_conflicts()
         waits_s = self.batch_deadline_s + self.server_return_deadline_s
         yield from self.process_conflicts(self.mode, self.device, waits_s)
-        yield from self._sharding_conflicts(issubclass(kind, LoraSettings))
+        if self.fsdp and self.processes == 1:
+            yield Mistake("fsdp", "needs several trainer processes; pass --ranks or --nodes")
         # Right before a publication the newest data is this old.
         oldest = self.settings().sync.publish_every_steps - 1
         if self.max_staleness is not None and self.max_staleness < oldest:
@@ -245,21 +246,6 @@ class CommandLine(
                 f"{oldest + 1} steps, so groups are up to {oldest} steps old; pass {oldest} or "
                 "more, or publish more often",
             )
-
-    def _sharding_conflicts(self, trains_adapter: bool) -> Iterator[Mistake]:
-        if not self.fsdp:
-            return
-        if self.processes == 1:
-            yield Mistake("fsdp", "needs several trainer processes; pass --ranks or --nodes")
-        if trains_adapter:
-            yield Mistake(
-                "fsdp",
-                f"mode {self.mode} trains an adapter, which is small; omit --fsdp",
-            )
-        if self.train_layer_indices is not None:
-            yield Mistake("fsdp", "trains the whole model; omit --train-layer-indices")
-        if self.compile:
-            yield Mistake("fsdp", "excludes --compile")
 
     def start_mistakes(self) -> Iterator[Mistake]:
         yield from failed(missing_model, model=self.model, reference_model=self.reference_model)

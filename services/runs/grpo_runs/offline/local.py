@@ -209,7 +209,7 @@ class WeightsInProcess:
         """Raises `NoSuchDevice`, `PolicyMismatch`."""
         settings = self.settings
         device = device_to_load_on(settings.device)
-        weights = TrainedWeights(settings.model, settings.lora)
+        weights = TrainedWeights.of(settings)
         self.policy = weights.load(getattr(torch, settings.dtype), device)
         return self.policy
 

@@ -32,7 +32,7 @@ from grpo_trainer.errors import (
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.ranks import ALONE, Ranks
+from grpo_trainer.ranks import ALONE, LOAD, Orders, Ranks
 
 log = structlog.get_logger()
 
@@ -69,17 +69,21 @@ def restore(
     optimizer: MasterOptimizer,
     api: BatchQueue,
     settings: TrainerSettings,
-    ranks: Ranks = ALONE,
+    orders: Orders | None = None,
 ) -> Position:
     """Load the checkpoint into the optimizer, then rejoin the run; returns the position to resume
     at.
+
+    Args: orders: to ranks above 0, which run `restore_part`
 
     Raises:
         StateMismatch, DamagedState, StateOfAnotherRun, LostBatches: nothing was changed at
             run-api.
     """
     require_fit(saved.record, policy, settings, str(saved.directory))
-    saved.load(policy, optimizer, ranks if optimizer.parts > 1 else ALONE)
+    orders = orders or Orders(ALONE)
+    orders.give(LOAD)
+    saved.load(policy, optimizer, orders.ranks if optimizer.parts > 1 else ALONE)
     # --resume may name a checkpoint of another --save-path.
     started = OpenedEpochs(saved.directory.parents[1]).newest()
     at = rejoin(api, settings, saved)

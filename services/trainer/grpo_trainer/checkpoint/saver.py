@@ -27,7 +27,7 @@ from grpo_trainer.learner import Learner
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.division import model_tensors
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.ranks import CHECKPOINT_FIRST
+from grpo_trainer.ranks import SAVE
 
 log = structlog.get_logger()
 
@@ -58,7 +58,7 @@ class Saver:
     includes them.
 
     Args:
-        before_save: called before a checkpoint is saved; a rank above 0 takes part
+        before_save: called before a checkpoint is saved
         exported: called with the directory of an exported model, and the steps that it includes
 
     `seconds`: time that training waited for the last save, None if nothing was due after the
@@ -136,7 +136,6 @@ class Saver:
         if self._begun is None:
             if self._position == self._saved:
                 return False
-            self.learner.ranks.broadcast(CHECKPOINT_FIRST)
             self._save_state(self._position)
         self._finish()
         return True
@@ -183,6 +182,8 @@ class Saver:
             maxent=self.coefficients.tau.to_save,
         )
         tensors = self.learner.optimizer.tensors(list(record.parameters))
+        if self.learner.optimizer.parts > 1:
+            self.learner.orders.give(SAVE)
         self.learner.checkpoints.begin(tensors, partial(self.store.save, record))
         self._saved, self._begun = position, (position, started)
 

@@ -44,7 +44,8 @@ from grpo_trainer.checkpoint.parts import SavedTensors, StatePart, part_name
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import DamagedState, NewerState
 from grpo_trainer.model.adapter import trained_parameters
-from grpo_trainer.model.policy import CausalLM, device_of, frozen_checksum
+from grpo_trainer.model.division import frozen_checksum
+from grpo_trainer.model.policy import CausalLM, device_of
 from grpo_trainer.optim.loss_scale import ScaleRecord
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.ranks import ALONE, Ranks

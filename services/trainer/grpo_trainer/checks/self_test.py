@@ -76,8 +76,7 @@ class SelfTest:
     def _problems(self) -> list[str]:
         objective = with_named_functions(self.learner.settings.resolved_objective)
         with _unchanged(self.learner.optimizer.loss_scale, device_of(self.learner.policy)):
-            # Rank 0 alone may have the whole policy, which gives the behaviour logprobs.
-            sequences = self._sequences() if self.learner.ranks.leads else []
+            sequences = self._sequences()
             whole, parts = (self._batch(sequences, objective, tokens) for tokens in (LARGE, 1))
             try:
                 return [
@@ -89,6 +88,16 @@ class SelfTest:
                 return ["the loss or a gradient is NaN or infinite: the weights may be damaged"]
 
     def _sequences(self) -> list[UsableSequence]:
+        """On rank 0, with the policy's own logprobs."""
+        if not self.learner.ranks.leads:
+            self.learner.follow()
+            return []
+        self.learner.orders.begin()
+        found = self._alone()
+        self.learner.orders.end()
+        return found
+
+    def _alone(self) -> list[UsableSequence]:
         vocabulary = vocabulary_of(self.learner.policy)
         limits = GroupLimits(vocabulary, self.learner.settings.seq_len)
         tokens = iter(probe_tokens(vocabulary, 2 * (PROMPT_TOKENS + sum(COMPLETION_TOKENS))))

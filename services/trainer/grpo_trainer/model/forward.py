@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 import torch
@@ -21,6 +22,7 @@ from grpo_core.wire.fields import PROMPT_LOGPROB
 from grpo_trainer.data.collate import MicroBatch
 from grpo_trainer.errors import FastPathRefused
 from grpo_trainer.model import fused_head, onednn, packed_attention
+from grpo_trainer.model.division import division_of
 from grpo_trainer.model.fused_head import EAGER, HeadArithmetic, LogitChange, linear_logprobs
 from grpo_trainer.model.logprobs import (
     TokenValues,
@@ -87,8 +89,15 @@ class FastForward:
     def __call__(self, policy: CausalLM, micro: MicroBatch) -> TokenValues:
         if self.recomputes and torch.is_grad_enabled():
             with recomputing(base_model(policy)):
-                return self._values(policy, micro)
-        return self._values(policy, micro)
+                return self._within(policy, micro)
+        return self._within(policy, micro)
+
+    def _within(self, policy: CausalLM, micro: MicroBatch) -> TokenValues:
+        """Only the head needs weights outside the layers that no call of the model collects."""
+        division = None if self.head is None else division_of(policy)
+        if division is None:
+            return self._values(policy, micro)
+        return division.run(partial(self._values, policy, micro))
 
     def _values(self, policy: CausalLM, micro: MicroBatch) -> TokenValues:
         row, column = micro.trained()  # [K] each
@@ -303,9 +312,15 @@ class _Probe:
             )
 
     def _differentiate(self, forward: ForwardPass) -> None:
-        """Run a backward pass through all layers. It stores no gradient and calls no hook."""
-        first = next(p for p in self._policy.parameters() if p.requires_grad)
-        torch.autograd.grad(forward(self._policy, self._micro).logp.sum(), first)
+        """Run a backward pass through all layers. It keeps no gradient and calls no hook."""
+        loss = forward(self._policy, self._micro).logp.sum()
+        trained = [p for p in self._policy.parameters() if p.requires_grad]
+        if division_of(self._policy) is None:
+            torch.autograd.grad(loss, trained[0])
+            return
+        loss.backward()  # type: ignore[no-untyped-call]
+        for parameter in trained:  # which have no hook yet
+            parameter.grad = None
 
     @torch.no_grad()
     def _logprobs(self, forward: ForwardPass) -> Tensor:

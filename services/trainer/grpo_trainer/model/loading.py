@@ -27,14 +27,15 @@ from grpo_trainer.errors import (
     UnsupportedModel,
     UnusableOptimizer,
 )
-from grpo_trainer.model.adapter import with_adapter
+from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.division import whole_tensors
 from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.ranks import Ranks
 
 log = structlog.get_logger()
 
-HOST = torch.device("cpu")
+HOST, NOWHERE = torch.device("cpu"), torch.device("meta")
+"""On `NOWHERE`, tensors have a shape and no content."""
 
 
 def import_architecture(model_name: str) -> None:
@@ -129,10 +130,16 @@ def _current(device: torch.device) -> torch.device:
 @dataclass(frozen=True)
 class TrainedWeights:
     """Loads and writes the trained weights. `lora` is None if every parameter is trained; else the
-    model is frozen and an adapter is trained."""
+    model is frozen and an adapter is trained. `is_divided`: the whole model stays in host memory
+    until it is divided."""
 
     model_name: str
     lora: LoraOptions | None = None
+    is_divided: bool = False
+
+    @classmethod
+    def of(cls, settings: TrainerSettings) -> TrainedWeights:
+        return cls(settings.model, settings.lora, settings.fsdp)
 
     @property
     def kind(self) -> WeightKind:
@@ -150,7 +157,11 @@ class TrainedWeights:
 
         import_architecture(self.model_name)
         name, type_name = self.model_name, str(dtype).removeprefix("torch.")
-        policy: CausalLM = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+        if self.is_divided and device != NOWHERE:
+            device = HOST
+        policy: CausalLM = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, device_map=NOWHERE if device == NOWHERE else None
+        ).to(device)
         log.info("model.loaded", model=name, dtype=type_name, device=str(device))
         if self.lora is None:
             return policy
@@ -184,7 +195,8 @@ def broadcast_policy(
     policy: CausalLM | None, settings: TrainerSettings, ranks: Ranks
 ) -> tuple[CausalLM, TrainerSettings]:
     """Rank 0's policy, and settings with its optimizer, on every rank. The others load the model,
-    and take all weights of rank 0, also those that are not trained.
+    and take all weights of rank 0, also those that are not trained; with --fsdp when the policy is
+    divided.
 
     Args:
         policy: None on ranks above 0
@@ -201,14 +213,14 @@ def broadcast_policy(
             )
         weights = next(policy.parameters())
         name = str(weights.dtype).removeprefix("torch.")
-        chosen = [name, settings.optimizer_on(weights.device.type)]
+        device = device_to_load_on(settings.device) if settings.fsdp else weights.device
+        chosen = [name, settings.optimizer_on(device.type)]
     dtype, optimizer = ranks.broadcast(chosen, "the model") or ["", ""]
     if policy is None:
-        device = device_to_load_on(settings.device)
-        own = TrainedWeights(settings.model, settings.lora)
-        policy = own.load(getattr(torch, dtype), device).eval()
+        device = NOWHERE if settings.fsdp else device_to_load_on(settings.device)
+        policy = TrainedWeights.of(settings).load(getattr(torch, dtype), device).eval()
         settings = settings.model_copy(update={"optimizer": optimizer})
-    for parameter in policy.parameters():
+    for parameter in () if settings.fsdp else policy.parameters():
         ranks.from_leader(parameter.data, "the weights")
     return policy, settings
 
@@ -260,7 +272,8 @@ def write_adapter(policy: CausalLM, directory: Path) -> None:
     """Write the adapter's weights, in their data type, and its configuration, in PEFT's format."""
     # The default "auto" would ask the model hub whether the vocabulary has grown. It never grows
     # here.
-    save_pretrained(policy, directory, save_embedding_layers=False)
+    tensors = dict(whole_tensors(policy, trained_parameters(policy)))
+    save_pretrained(policy, directory, state_dict=tensors, save_embedding_layers=False)
     # peft writes this set in another order in each process, but equal adapters need equal digests.
     file = directory / ADAPTER_CONFIG
     config = json.loads(file.read_text())

@@ -24,10 +24,6 @@ from grpo_trainer.errors import FastPathRefused, MissingPackage, PolicyMismatch
 
 log = structlog.get_logger()
 
-CHUNK_ELEMENTS = 1 << 24
-"""Elements that are summed at a time: the sum may need a copy in 64 bits."""
-BASE_ELEMENTS = 4096
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 _LISTS = ("layers", "h")
 """Names of the list of layers in transformers' decoders; GPT-2 and Falcon call it h."""
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang")}
@@ -183,31 +179,11 @@ def train_only(model: CausalLM, indices: tuple[int, ...]) -> None:
         layers[index].requires_grad_(True)
 
 
-@torch.no_grad()
-def frozen_checksum(model: CausalLM, is_sample: bool = False) -> int:
-    """A checksum of all frozen parameters; 0 if there are none. It depends on their bits and on
-    their order.
-
-    Args:
-        is_sample: of a few elements of each, rounded to bfloat16: enough to recognise another model
-            below an adapter, in any data type
-    """
-    frozen = (p for p in model.parameters() if not p.requires_grad)
-    read = (middle(p, BASE_ELEMENTS).to(torch.bfloat16) if is_sample else p for p in frozen)
-    return sum(place * _sum_of_bits(tensor) for place, tensor in enumerate(read, 1))
-
-
 def middle(tensor: Tensor, elements: int) -> Tensor:
     """[n ≤ elements] Some elements in the middle: the first row of an embedding may never be
     trained."""
     start = max(0, tensor.numel() - elements) // 2
     return tensor.reshape(-1)[start : start + elements]
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    integers = _INTEGERS[tensor.element_size()]
-    parts = torch.split(tensor.reshape(-1).view(integers), CHUNK_ELEMENTS)
-    return sum(int(part.sum(dtype=torch.int64)) for part in parts)
 
 
 def prepare_recomputing(model: CausalLM) -> None:

@@ -16,11 +16,12 @@ import torch
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.errors import PolicyMismatch
+from grpo_trainer.model.division import Division
 from grpo_trainer.model.forward import ForwardPass, build_forward_pass
-from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.loading import NOWHERE, TrainedWeights
 from grpo_trainer.model.logprobs import TokenValues, values_of_all
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
-from grpo_trainer.ranks import ALONE, Ranks
+from grpo_trainer.ranks import ALONE, Orders, Ranks
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,11 @@ class Reference:
 
 
 def build_reference(
-    policy: CausalLM, forward: ForwardPass, settings: TrainerSettings
+    policy: CausalLM, forward: ForwardPass, settings: TrainerSettings, orders: Orders | None = None
 ) -> Reference | None:
     """None if the objective has no KL penalty.
+
+    Args: orders: of rank 0 to those that divide the policy, and then this model, too
 
     Raises:
         PolicyMismatch: --reference-model has another vocabulary.
@@ -65,8 +68,9 @@ def build_reference(
     name = settings.reference_model or settings.model
     if settings.lora is not None and name == settings.model:
         return Reference(policy, forward, is_policy=True)
-    dtype = next(policy.parameters()).dtype
-    copy = TrainedWeights(name).load(dtype, device_of(policy)).eval()
+    weights, device = TrainedWeights(name, is_divided=orders is not None), device_of(policy)
+    is_led = orders is not None and not orders.ranks.leads
+    copy = weights.load(next(policy.parameters()).dtype, NOWHERE if is_led else device).eval()
     if vocabulary_of(copy) != vocabulary_of(policy):
         raise PolicyMismatch(
             f"--reference-model {name} has a vocabulary of {vocabulary_of(copy)} tokens, but "
@@ -74,5 +78,7 @@ def build_reference(
         )
     for parameter in copy.parameters():
         parameter.requires_grad_(False)
+    if orders is not None:
+        Division(copy, device, orders, "the reference model")
     options = settings.model_copy(update={"compile": False, "gradient_checkpointing": False})
     return Reference(copy, build_forward_pass(copy, options), is_policy=False)

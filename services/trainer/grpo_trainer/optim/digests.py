@@ -16,8 +16,10 @@ from torch import Tensor
 from grpo_core.provenance.digest import TENSOR_DIGITS, joined, tensor_digest
 from grpo_core.provenance.records import Facts
 from grpo_trainer.atomic_files import DTYPES, pieces_of
-from grpo_trainer.ranks import Ranks
+from grpo_trainer.ranks import Orders
 
+BEGIN_DIGESTS, SAVED_DIGESTS = "begin digests", "finish saved digests"
+"""Orders of rank 0."""
 _BYTES = TENSOR_DIGITS // 2
 
 
@@ -27,11 +29,13 @@ class WeightDigests:
 
     Args:
         masters: this rank's
+        orders: of rank 0 while it works alone
         parts: number of ranks among which each tensor is divided; 1 if rank 0 has all
     """
 
-    def __init__(self, masters: Sequence[Tensor], ranks: Ranks, parts: int = 1) -> None:
-        self._masters, self._ranks, self._parts = masters, ranks, parts
+    def __init__(self, masters: Sequence[Tensor], orders: Orders, parts: int = 1) -> None:
+        self._masters, self._parts = masters, parts
+        self._orders, self._ranks = orders, orders.ranks
         self._are_due = False
         self._pending: Future[list[str]] | None = None
         self._thread = ThreadPoolExecutor(1, "digests")
@@ -42,6 +46,7 @@ class WeightDigests:
 
     def begin(self) -> None:
         """The weights are new: compute their digests, on a GPU not before `finish_saved`."""
+        self._orders.give(BEGIN_DIGESTS)
         self._are_due = self._ranks.leads or self._parts > 1
         if self.every_step:
             self._compute()
@@ -65,6 +70,7 @@ class WeightDigests:
             return own
         sent = torch.zeros(self._parts, len(own), _BYTES, dtype=torch.uint8)
         rows = [list(bytes.fromhex(digest)) for digest in own]
+        self._orders.give(SAVED_DIGESTS)
         sent[self._ranks.index] = torch.tensor(rows, dtype=torch.uint8)
         whole = self._ranks.total(sent).tolist()
         if not self._ranks.leads:

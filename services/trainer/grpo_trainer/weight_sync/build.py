@@ -101,7 +101,7 @@ def build_weight_sync(settings: TrainerSettings, starts_from_model: bool = False
         source=_source(settings, served),
         restarts=chosen.restarts_engine,
         nodes=settings.num_inference_nodes,
-        weights=TrainedWeights(settings.model, settings.lora),
+        weights=TrainedWeights.of(settings),
         directories=VersionDirectories(served, with_deltas=settings.lora is None),
         dtype=settings.dtype,
         device=settings.device,

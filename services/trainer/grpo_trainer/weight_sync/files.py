@@ -91,6 +91,7 @@ class DirectorySync(Server):
     server_run_id: str | None = field(init=False, default=None)
     version: PolicyVersion = field(init=False, default=PolicyVersion(0, 0))
     _policy: CausalLM = field(init=False)
+    _lengths: ProbeLengths = field(init=False)
     _check: PublicationCheck = field(init=False)
 
     @property
@@ -144,17 +145,16 @@ class DirectorySync(Server):
     def _take_policy(
         self, dtype: torch.dtype, device: torch.device, probe: ProbeLengths
     ) -> CausalLM:
-        """Load the untrained policy; its logprobs are those of the first check."""
-        self._policy = self.weights.load(dtype, device).eval()
-        self._check = PublicationCheck(self._policy, self, probe)
+        """Load the untrained policy."""
+        self._policy, self._lengths = self.weights.load(dtype, device).eval(), probe
         return self._policy
 
     def _begin(
         self, optimizer: MasterOptimizer, step: int, bound: Bound | None, known: Iterable[int]
     ) -> None:
-        """Write the master weights into the policy, under an epoch beyond the known ones."""
-        if bound is not None:
-            self._check.bound = bound
+        """Write the master weights into the policy, under an epoch beyond the known ones. The
+        untrained policy's logprobs are those of the first check."""
+        self._check = PublicationCheck(self._policy, self, self._lengths, bound)
         optimizer.write_into_parameters()
         self.directories.prepare()
         self.version = PolicyVersion(1 + max(self.directories.newest_epoch(), *known), step)

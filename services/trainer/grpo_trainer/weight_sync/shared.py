@@ -22,8 +22,9 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.checks.served_weights import Alignment, Bound, PublicationCheck, require_written
 from grpo_trainer.errors import PolicyMismatch, TornWeights, WeightSyncError
+from grpo_trainer.model.division import frozen_checksum
 from grpo_trainer.model.loading import TrainedWeights, import_architecture
-from grpo_trainer.model.policy import CausalLM, frozen_checksum
+from grpo_trainer.model.policy import CausalLM
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync.attachment import RETURN_POLL_S, ServerConnection
 from grpo_trainer.weight_sync.base import Published

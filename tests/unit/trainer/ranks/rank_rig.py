@@ -20,6 +20,7 @@ from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
 from grpo_trainer.learner import GradientStats, build_learner
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.division import whole_tensors
 from grpo_trainer.model.loading import TrainedWeights, broadcast_policy
 from grpo_trainer.ranks import ALONE, Ranks, join
 from tests.support.forked import forked
@@ -60,12 +61,13 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
     settings = case.settings(model)
     policy: Any = None
     if ranks.leads:
-        policy = TrainedWeights(settings.model, settings.lora).load(torch.float32).eval()
+        policy = TrainedWeights.of(settings).load(torch.float32).eval()
         torch.manual_seed(1)
         for parameter in policy.parameters():  # so that the others need rank 0's weights
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
     policy, settings = broadcast_policy(policy, settings, ranks)
     learner = build_learner(policy, settings, ranks)
+    orders = learner.orders
     optimizer, accumulate = learner.optimizer, learner.accumulate_once
     objective = settings.resolved_objective
     whole = ragged_batch(learner.forward.layout.cut, case.tokens)
@@ -82,6 +84,13 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         accumulate(batch, objective, step)
         optimizer.step(step)
     optimizer.write_into_parameters()
+    state = whole_state(optimizer.tensors(names))
+    if not ranks.leads:
+        learner.follow()
+        return {}
+    orders.begin()
+    trained = dict(whole_tensors(policy, trained_parameters(policy)))
+    orders.end()
     return {
         "micro_batches": len(batch.micro_batches),
         "loss_parts": torch.tensor(found.loss_parts),
@@ -89,8 +98,8 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         "tokens": vars(found.tokens),
         "gradients": gradients,
         "norm": norm,
-        "weights": {name: p.detach() for name, p in trained_parameters(policy).items()},
-        "state": whole_state(optimizer.tensors(names)),
+        "weights": trained,
+        "state": state,
         "state_bytes": optimizer.state_bytes(),
         "overflowed": overflowed,
     }

@@ -21,10 +21,12 @@ from torch import Tensor
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.learner import accumulate_gradients
 from grpo_trainer.model.adapter import trained_parameters
+from grpo_trainer.model.division import Division
 from grpo_trainer.model.forward import build_forward_pass
+from grpo_trainer.model.loading import HOST
 from grpo_trainer.optim.master_optimizer import build_optimizer
-from grpo_trainer.optim.sharding import RankOptimizer, shard
-from grpo_trainer.ranks import LEADER, Ranks
+from grpo_trainer.optim.sharding import RankOptimizer
+from grpo_trainer.ranks import LEADER, Orders, Ranks
 from tests.unit.trainer.forward_rig import qwen, ragged_batch
 
 
@@ -53,19 +55,16 @@ def stepped(ranks: Ranks, **options: Any) -> RankOptimizer:
     """The optimizer of a rank that has taken a step."""
     given = {"model": "m", "mode": "none", "world_size": 2, "optimizer": "adamw", **options}
     settings = CommandLine.model_validate(given).settings()
-    policy = qwen()
-    forward = build_forward_pass(policy, settings)
+    policy, orders = qwen(), Orders(ranks)
     # A group of one process, which would need neither.
-    sharded = shard(policy, ranks) if settings.fsdp else None
-    part = policy if sharded is None else sharded.policy
-    kind = partial(RankOptimizer, ranks=ranks, sharded=sharded)
-    optimizer = build_optimizer(part, settings, kind)
+    division = Division(policy, HOST, orders, "the policy") if settings.fsdp else None
+    forward = build_forward_pass(policy, settings)
+    optimizer = build_optimizer(policy, settings, partial(RankOptimizer, ranks, division))
     assert isinstance(optimizer, RankOptimizer)
-    if sharded is not None:
-        part.forward = all_logits
-    used = forward if sharded is None else sharded.within(forward)
+    if division is not None:
+        policy.forward = all_logits
     batch = ragged_batch(forward.layout.cut, 1000)
-    accumulate_gradients(part, batch, settings.resolved_objective, 0, used, optimizer, ranks)
+    accumulate_gradients(policy, batch, settings.resolved_objective, 0, forward, optimizer, ranks)
     optimizer.step(0)
     return optimizer
 

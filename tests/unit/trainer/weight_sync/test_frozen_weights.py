@@ -17,7 +17,8 @@ from grpo_trainer.checkpoint.store import capture, checksum_of_untrained
 from grpo_trainer.data.batches import Position
 from grpo_trainer.errors import PolicyMismatch, StateMismatch
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
-from grpo_trainer.model.policy import frozen_checksum, train_only
+from grpo_trainer.model.division import frozen_checksum
+from grpo_trainer.model.policy import train_only
 from grpo_trainer.optim.master_optimizer import build_optimizer
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.shared import SharedVllm
