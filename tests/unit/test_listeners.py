@@ -31,6 +31,7 @@ LISTENERS = {
     # Its public and control port are tested with the engine, in tests/inference/test_bridge.py.
     "services/vllm-server/grpo_vllm/supervisor/host.py": "the inference server",
     "services/trainer/grpo_trainer/weight_sync/source.py": "the trainer's weights",
+    "services/trainer/grpo_trainer/weight_sync/collective.py": "the store of a process group",
     "services/runs/grpo_runs/watch/serve.py": "the live page",
     "services/environment/grpo_env/bridges/endpoint.py": "agents: each request needs its key",
     "shared/grpo_core/metrics_port.py": "metrics, for any name, as on every port",

@@ -410,7 +410,7 @@ class ServerSettings(CommandSettings, SharedWeightsOptions, ListenOptions):
             )
         names = {a.partition("=")[0].replace("_", "-") for a in self.engine_arguments}
         owned = OWNED_ENGINE_FLAGS | ({"--load-format"} if self.share_weights else set())
-        owned |= {"--weight-transfer-config"} if self.loads_in_place else set()
+        owned |= set() if self.share_weights else {"--weight-transfer-config"}
         if taken := sorted(names & owned):
             yield Mistake(
                 None,

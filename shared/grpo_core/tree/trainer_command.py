@@ -79,6 +79,7 @@ COMMAND = Command(
             "redis_url",
             "run_id",
             "publish",
+            "weight_transport",
             "publish_wait_s",
             "publish_deadline_s",
             "vllm_restart_interval",
@@ -231,6 +232,10 @@ class CommandLine(
         if self.num_inference_nodes and self.mode == "shared_vllm":
             problem = "mode shared_vllm trains the memory of one server; pass 0 or another --mode"
             yield Mistake("num_inference_nodes", f"{self.num_inference_nodes}: {problem}")
+        restarts = self.mode == "none" and self.publish == "restart"
+        if restarts and self.weight_transport == "collective":
+            problem = "collective: needs an engine that goes on; omit it, or --publish restart"
+            yield Mistake("weight_transport", problem)
         yield from self.objective_conflicts()
         yield from self.optimizer_conflicts()
         waits_s = self.batch_deadline_s + self.server_return_deadline_s

@@ -194,7 +194,19 @@ class HandOffSettings(ModeOptions):
         return self.vllm_restart_interval or (RESTART_EVERY_STEPS if self.restarts_engine else 1)
 
 
-class LoraOnlySettings(HandOffSettings, LoraSettings):
+class TransportSettings(BaseModel):
+    """How a version reaches engines that load it while they run."""
+
+    weight_transport: Literal["files", "collective"] = Field(
+        "files",
+        description="In modes lora_only and none, how new weights travel. files: as files, on a "
+        "shared disk or by HTTP. collective: through one process group of the trainer and the "
+        "workers of all inference servers, with NCCL on GPUs and gloo on CPUs. A server outside "
+        "the group takes a version from another server, or as files",
+    )
+
+
+class LoraOnlySettings(HandOffSettings, LoraSettings, TransportSettings):
     """The running server loads each new adapter."""
 
     mode: ModeName = "lora_only"
@@ -233,7 +245,7 @@ class LoraRestartSettings(RestartSettings, LoraSettings):
         return True
 
 
-class CheckpointRestartSettings(RestartSettings, FullModelSettings):
+class CheckpointRestartSettings(RestartSettings, FullModelSettings, TransportSettings):
     """The whole model is trained, and the server loads each new copy of it."""
 
     mode: ModeName = "none"

@@ -101,6 +101,8 @@ class ServerStatus(VersionedRecord):
     """Ids of the versions whose files the server may still read, separated by spaces."""
     refused: str = ""
     """Id of a version that this server cannot serve; `reason` says why."""
+    lacks: str = ""
+    """Id of a version for which no source was left. The trainer then writes its files."""
     shares_weights: bool = False
     """A trainer writes the weights in place."""
     fetch_s: float = 0.0

@@ -6,6 +6,7 @@ The keys have the run's prefix:
     weights:sources:<id>       set: the trainer's URLs below which the version's directory is
     weights:peers:<id>         set: URLs of servers that have a copy of it
     weights:slot:<url>:<k>     the server that fetches from this source; expires unless renewed
+    weights:group              see `grpo_core.weights.collective`
 
 Redis refuses an entry whose id is not above the last one. So a trainer that was replaced by a newer
 one, which began a new epoch, cannot announce anything.
@@ -17,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError
+from grpo_core.errors import GrpoError, parsing
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, RedisConnection, words
 from grpo_core.redis.keys import run_prefix
+from grpo_core.weights.collective import GroupAddress, group_key
 from grpo_core.weights.servers import GONE_AFTER_S, ServerStatus, server_key, servers_key
 from grpo_core.weights.versions import Announcement, version_id
 from grpo_core.wire.policy_version import PolicyVersion
@@ -155,6 +157,14 @@ class VersionLog(RedisConnection):
         found = self.call("XREVRANGE", versions_key(self.run_id), "+", "-", "COUNT", 1)
         return Announcement.from_wire(found[0][1]) if found else None
 
+    def invite(self, address: GroupAddress | None) -> None:
+        """Let the workers of all servers join this process group; None: no one any more."""
+        key = group_key(self.run_id)
+        if address is None:
+            self.call("DEL", key)
+        else:
+            self.call("SET", key, address.model_dump_json())
+
     def servers(self) -> list[ServerStatus]:
         """All servers that are not gone, by name."""
         return _statuses(self.call("EVAL", *_servers_of(self.run_id)))
@@ -192,6 +202,14 @@ class ServerVersionLog(AsyncRedisConnection):
         key = versions_key(self._run_id)
         found = await self.call("XREVRANGE", key, "+", "-", "COUNT", 1)
         return Announcement.from_wire(found[0][1]) if found else None
+
+    async def group(self) -> GroupAddress | None:
+        """The trainer's newest process group; None without one."""
+        found = await self.call("GET", group_key(self._run_id))
+        if found is None:
+            return None
+        with parsing("the address of the process group in Redis has invalid fields"):
+            return GroupAddress.model_validate_json(found)
 
     async def next(self, after: PolicyVersion) -> Announcement | None:
         """The newest version above `after`. Waits up to a second for one; None if there is none."""

@@ -190,7 +190,7 @@ def same_model(one: str, other: str) -> bool:
     return len({Path(one).name, Path(other).name} - {""}) < 2
 
 
-def sha256_of(text: bytes) -> str:
+def sha256_of(text: bytes | memoryview) -> str:
     """In hexadecimal."""
     return hashlib.sha256(text).hexdigest()
 

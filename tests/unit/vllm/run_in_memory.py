@@ -184,6 +184,9 @@ class Copies:
     async def in_place(self, _source: str, _wanted: Announcement) -> Path | None:
         return None
 
+    async def arrived(self, _wanted: Announcement) -> Path | None:
+        return None
+
     async def open(self, version: str) -> None:
         self.held[version] = {}
 

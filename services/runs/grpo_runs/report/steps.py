@@ -50,6 +50,7 @@ class StepRecord(BaseModel):
     servers_left: int = Field(0, alias="publication/servers_left")
     repeated_announcements: int = Field(0, alias="publication/repeated_announcements")
     unanswered_checks: int = Field(0, alias="publication/unanswered_checks")
+    by_files: int = Field(0, alias="publication/by_files")
     step_s: float = Field(alias="train/step_time")
 
     @property

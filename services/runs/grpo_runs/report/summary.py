@@ -53,6 +53,8 @@ class Summary:
     """Of versions that Redis had lost."""
     unanswered_checks: int = 0
     """Requests of the trainer that a server did not answer while others served."""
+    by_files: int = 0
+    """Versions that were written as files, with --weight-transport collective."""
 
 
 def ends_of(rewards: Sequence[float]) -> tuple[int, float, float]:
@@ -86,6 +88,7 @@ def summarise(
         servers_left=sum(record.servers_left for record in now),
         repeated_announcements=sum(record.repeated_announcements for record in now),
         unanswered_checks=sum(record.unanswered_checks for record in now),
+        by_files=sum(record.by_files for record in now),
     )
 
 
@@ -166,6 +169,7 @@ class RunFacts(BaseModel):
             "late publication": summary.late_publications,
             "repeated announcement": summary.repeated_announcements,
             "unanswered check": summary.unanswered_checks,
+            "publication by files": summary.by_files,
             "wrong chunk": sum(server.wrong_chunks for server in self.servers),
             "failed source": sum(server.failed_sources for server in self.servers),
             "torn load": sum(server.torn for server in self.servers),

@@ -183,6 +183,10 @@ class TrainedWeights:
             if with_tokenizer:
                 load_tokenizer(self.model_name, transformers).save_pretrained(directory)
 
+    def write_configuration(self, policy: CausalLM, directory: Path) -> None:
+        """Write the files of the model except its weights. Raises `OSError`."""
+        write_model(policy, self.model_name, directory, with_weights=False)
+
     def write_into(self, policy: CausalLM, directory: Path) -> None:
         """Write the files of the model or adapter. Raises `OSError`, `SafetensorError`."""
         if self.lora is None:
@@ -237,13 +241,16 @@ def warn_of_slow_type(policy: CausalLM) -> None:
         )
 
 
-def write_model(policy: CausalLM, model_name: str, directory: Path) -> None:
+def write_model(
+    policy: CausalLM, model_name: str, directory: Path, with_weights: bool = True
+) -> None:
     """Write weights, configuration and generation configuration in transformers' format."""
     from transformers import GenerationConfig
 
     # transformers would take views of one storage for tied weights, so save separate tensors. They
     # are copied to the host, because a GPU may have no room for a second copy of the model.
-    tensors = {name: t.to("cpu", copy=True) for name, t in whole_tensors(policy)}
+    whole = whole_tensors(policy) if with_weights else ()
+    tensors = {name: t.to("cpu", copy=True) for name, t in whole}
     own = policy.generation_config
     # transformers refuses to save some files that it has read, for example with a temperature and
     # without do_sample, so the model's file is copied as it is.

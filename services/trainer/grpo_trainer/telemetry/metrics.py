@@ -218,6 +218,7 @@ def _publication(outcome: StepOutcome) -> dict[str, float | None]:
         "publication/servers_left": reach.incidents.left,
         "publication/repeated_announcements": reach.incidents.repeated,
         "publication/unanswered_checks": reach.incidents.unanswered,
+        "publication/by_files": reach.incidents.by_files,
     }
 
 

@@ -16,11 +16,13 @@ from grpo_trainer.optim.master_optimizer import MasterOptimizer
 class Incidents:
     """What happened since the previous publication. `left`: servers that went away. `repeated`:
     announcements that Redis had lost. `unanswered`: requests of checks that a server did not answer
-    while others served."""
+    while others served. `by_files`: versions that were written as files, with --weight-transport
+    collective."""
 
     left: int = 0
     repeated: int = 0
     unanswered: int = 0
+    by_files: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,17 @@ import structlog
 from grpo_core.clients.inference import BridgeClient
 from grpo_core.deadline import Deadline
 from grpo_core.gpu import VISIBLE_GPUS, visible_gpu
+from grpo_core.listening import LOOPBACK
 from grpo_core.process import ManagedProcess, ProcessFailed
 from grpo_core.security import is_loopback, plain
 from grpo_core.sockets import proxy_for
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_core.tree.weights import RestartSettings, SharedVllmSettings, served_weights_directory
+from grpo_core.tree.weights import (
+    RestartSettings,
+    SharedVllmSettings,
+    TransportSettings,
+    served_weights_directory,
+)
 from grpo_core.weights.version_log import VersionLog
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.errors import MissingPackage, NoInferenceServer
@@ -30,6 +36,7 @@ from grpo_trainer.model.adapter import served_rank
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.weight_sync.attachment import ServerConnection
 from grpo_trainer.weight_sync.base import WeightSync
+from grpo_trainer.weight_sync.collective import CollectiveDirectories
 from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
 from grpo_trainer.weight_sync.servers import Publisher, ServerWatch
@@ -49,6 +56,7 @@ END_GRACE_S = 60.0
 """Time for the server to answer its requests in flight."""
 _POLL_S = 0.2
 _CONNECT_S = 2.0
+_LEAST_SILENT_S = 1.0
 
 
 @contextlib.contextmanager
@@ -93,6 +101,11 @@ def build_weight_sync(settings: TrainerSettings, starts_from_model: bool = False
     versions = VersionLog(redis_url, settings.run_id or "", settings.service_deadline_s)
     watch = ServerWatch(versions, settings.server_return_deadline_s)
     served = served_weights_directory(settings.save_path)
+    directories = VersionDirectories(served, with_deltas=settings.lora is None)
+    if isinstance(chosen, TransportSettings) and chosen.weight_transport == "collective":
+        host = settings.master_addr if settings.num_inference_nodes else LOOPBACK
+        silent_s = max(chosen.publish_wait_s, _LEAST_SILENT_S)
+        directories = CollectiveDirectories(served, watch, host, silent_s)
     return FileSync(
         bridge=connected(settings.inference_url),
         connect=connected,
@@ -102,7 +115,7 @@ def build_weight_sync(settings: TrainerSettings, starts_from_model: bool = False
         restarts=chosen.restarts_engine,
         nodes=settings.num_inference_nodes,
         weights=TrainedWeights.of(settings),
-        directories=VersionDirectories(served, with_deltas=settings.lora is None),
+        directories=directories,
         dtype=settings.dtype,
         device=settings.device,
         every_steps=chosen.publish_every_steps,

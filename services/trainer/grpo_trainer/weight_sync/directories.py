@@ -96,6 +96,15 @@ class VersionDirectories:
             bytes=manifest.delta_bytes if has_deltas else manifest.full_bytes,
         )
 
+    def write_files(
+        self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM, reason: str
+    ) -> Announcement:
+        """A server found no source. Every version is written here."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing to release."""
+
     def remove_older(self, in_use: Collection[str]) -> list[PolicyVersion]:
         """Remove what no server needs any more; returns the versions that are gone.
 

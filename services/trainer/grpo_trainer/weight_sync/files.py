@@ -200,6 +200,9 @@ class FileSync(DirectorySync):
     def caches_stay(self) -> bool:
         return not self.restarts
 
+    def __post_init__(self) -> None:
+        self.watch.on_lack = self._give_files
+
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """Load the model of --model, in the LoRA modes with an adapter that changes nothing
         yet.
@@ -267,7 +270,9 @@ class FileSync(DirectorySync):
             late=self.publisher.late,
             unanswered_checks=self.watch.unanswered,
             repeated_announcements=self.watch.repeated,
+            by_files=self.watch.by_files,
         )
+        self.directories.close()
         self.source.close()
         self.watch.versions.close()
         for client in (self.bridge, *self._clients.values()):
@@ -275,16 +280,27 @@ class FileSync(DirectorySync):
 
     def _serve(self, announced: Announcement) -> Reach:
         """Announce the version to the servers. Raises the errors of `Publisher.publish`."""
-        self._announced = announced.model_copy(
-            update={"restarts": self.restarts, "model": self.weights.model_name}
-        )
+        self._announced = self._completed(announced)
         self._publication = self._announce()
         return replace(self._publication.reach, incidents=self.watch.incidents())
 
     def _announce(self) -> ServedPublication:
         """Wait until servers serve the version. Announced again, it costs nothing."""
-        has_files = self._announced.kind is not VersionKind.BASE
+        has_files = self.directories.path_of(self._announced.version).is_dir()
         return self.publisher.publish(self._announced, self._sources if has_files else [])
+
+    def _completed(self, announced: Announcement) -> Announcement:
+        more = {"restarts": self.restarts, "model": self.weights.model_name}
+        return announced.model_copy(update=more)
+
+    def _give_files(self, servers: list[str]) -> None:
+        """Servers find no source of the announced version, of which there are no files: write those
+        of the policy, which may be newer, and announce it with them."""
+        if not self.directories.path_of(self.version).is_dir():
+            reason = f"{', '.join(servers)} asked for it"
+            written = self.directories.write_files(self.version, self.weights, self._policy, reason)
+            self._announced = self._completed(written)
+            self.watch.announce(self._announced, self._sources)
 
     def _require_served(self, label: str) -> Alignment:
         """Check one of the servers, each in its turn, and those that joined since."""

@@ -32,8 +32,9 @@ class ServerWatch:
     versions: of the run
     return_deadline_s: how long all servers may be down before `LostServer`
 
-    `known`: the servers at the last look. `left`, `repeated`, `unanswered`: as in `Incidents`, but
-    since the start.
+    `known`: the servers at the last look. `left`, `repeated`, `unanswered`, `by_files`: as in
+    `Incidents`, but since the start. `on_lack`: called with the names of servers that find no
+    source of the newest version.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class ServerWatch:
         self.versions = versions
         self.clock = clock
         self.sleep = sleep
-        self.left = self.repeated = self.unanswered = 0
-        self._told = (0, 0, 0)
+        self.left = self.repeated = self.unanswered = self.by_files = 0
+        self.on_lack: Callable[[list[str]], None] = lambda _: None
+        self._told = (0, 0, 0, 0)
         self.return_deadline_s = return_deadline_s
         self._return_deadline: Deadline | None = None
         self.known: Servers = {}
@@ -72,6 +74,9 @@ class ServerWatch:
             self.left += 1
             log.warning("server.left", server=name, url=self.known[name].url)
         self.known = found
+        newest = None if self._announced is None else self._announced.id
+        if lacking := sorted(name for name, server in found.items() if server.lacks == newest):
+            self.on_lack(lacking)
         return found
 
     def confirm(self) -> None:
@@ -158,8 +163,9 @@ class ServerWatch:
 
     def incidents(self) -> Incidents:
         """Since the last call."""
-        told, self._told = self._told, (self.left, self.repeated, self.unanswered)
-        return Incidents(*(now - before for now, before in zip(self._told, told, strict=True)))
+        now = (self.left, self.repeated, self.unanswered, self.by_files)
+        told, self._told = self._told, now
+        return Incidents(*(after - before for after, before in zip(now, told, strict=True)))
 
     def unchecked(self, names: Iterable[str]) -> list[str]:
         """Those whose weights were not checked since they joined, or since their engine crashed."""

@@ -144,6 +144,6 @@ def engine_arguments(settings: ServerSettings, weights: WeightRef) -> list[str]:
         ours += ["--enable-lora", "--max-lora-rank", str(settings.max_lora_rank)]
         ours += ["--max-loras", str(settings.max_loras)]
         ours += ["--worker-extension-cls", ADAPTER_EXTENSION]
-    if settings.loads_in_place and can_update_weights():
+    if not settings.share_weights and can_update_weights():
         ours += ["--weight-transfer-config", json.dumps({"backend": STAGED_UPDATE})]
     return [*ours, *settings.engine_arguments]

@@ -77,6 +77,12 @@ class EngineControl:
         await self.name_weights(version)
         await self.resume()
 
+    async def join_group(self, invitation: dict[str, Any]) -> None:
+        """Let every worker join the trainer's process group. Returns before they have."""
+        given = {"init_info": invitation}
+        calling = self._engine.collective_rpc("init_weight_transfer_engine", kwargs=given)
+        await _in_time("join a process group", calling)
+
     async def name_weights(self, version: PolicyVersion) -> None:
         """Let the engine stamp tokens that it samples from now on, if it can."""
         if self._stamps_versions:

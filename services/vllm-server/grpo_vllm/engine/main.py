@@ -103,9 +103,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         public = DrainingServer(_guarded(ReadinessGate(counted, *hold), settings, pages))
         app.state.server = public  # vLLM's error handler stops this server if the engine is dead
         drain = functools.partial(public.drain, park=channel.park, in_flight=in_flight)
-        status = engine_router(
-            bridge, dtype_name(engine.model_config.dtype), in_flight, adapters, gate, drain
-        )
+        dtype = dtype_name(engine.model_config.dtype)
+        status = engine_router(bridge, settings, dtype, in_flight, adapters, gate, drain)
         private = DrainingServer(_app("vllm-server engine process", status))
         servers |= {public: plan.public, private: plan.private}
         log.info(

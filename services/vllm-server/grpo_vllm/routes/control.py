@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.bridge_config import BridgeConfig
+from grpo_core.weights.collective import GroupAddress
 from grpo_core.weights.directory_checks import (
     inside,
     require_complete,
@@ -83,6 +84,12 @@ class UpdateRequest(NameRequest):
     """`directory`: verified by the supervisor, with all weights of the model, or an adapter."""
 
     directory: Path
+
+
+class GroupRequest(_Body):
+    """`address`: of the trainer's process group."""
+
+    address: GroupAddress
 
 
 class StatusRequest(_Body):
@@ -285,6 +292,7 @@ def state_of(bridge: WeightBridge, gate: FollowGate) -> EngineState:
 
 def engine_router(
     bridge: WeightBridge,
+    settings: ServerSettings,
     dtype: str,
     in_flight: InFlight,
     adapters: AdapterSwitch | None,
@@ -293,6 +301,10 @@ def engine_router(
 ) -> APIRouter:
     """The supervisor's routes. The engine ends after a drain, and after an update that failed."""
     router = APIRouter(prefix="/engine", route_class=ErrorHandlingRoute)
+
+    def require_updates() -> None:
+        if not bridge.engine.loads_weights:
+            raise BridgeConflict("this version of vLLM cannot load weights while it runs")
 
     @router.post("/status")
     async def post_status(request: StatusRequest) -> dict[str, Any]:
@@ -316,9 +328,16 @@ def engine_router(
             await adapters.load(directory, version)
             await bridge.adopt(version)
             return {"pause_s": 0.0, "in_use": adapters.directories_in_use()}
-        if not bridge.engine.loads_weights:
-            raise BridgeConflict("this version of vLLM cannot load weights while it runs")
+        require_updates()
         return {"pause_s": round(await bridge.update(directory, version), 3), "in_use": []}
+
+    @router.post("/group")
+    async def post_group(request: GroupRequest) -> dict[str, str]:
+        require_updates()
+        address, staging = request.address.model_dump(), str(settings.staging)
+        invitation = {"address": address, "server": settings.server_name, "staging": staging}
+        await bridge.engine.join_group(invitation)
+        return {"status": "joining"}
 
     @router.post("/version")
     async def post_version(request: NameRequest) -> dict[str, str]:

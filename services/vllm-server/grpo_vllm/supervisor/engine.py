@@ -20,6 +20,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.process import children, end_orphans, killed_with_parent
 from grpo_core.tree.server import ServerSettings
+from grpo_core.weights.collective import GroupAddress
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import EngineState
 from grpo_vllm.engine_protocol import EnginePlan, SupervisorEnd, receive_fact, send_plan
@@ -166,6 +167,11 @@ class Engine:
         body = {"directory": str(weights.path), "policy_version": list(weights.version)}
         answer = await self._ask("/engine/weights", body, LOAD_DEADLINE_S)
         return float(answer["pause_s"]), [str(path) for path in answer["in_use"]]
+
+    async def join(self, group: GroupAddress) -> None:
+        """Let the workers join the trainer's process group. Raises `EngineDoesNotAnswer`,
+        `EngineRefused`."""
+        await self._ask("/engine/group", {"address": group.model_dump()})
 
     async def rename_weights(self, version: tuple[int, int]) -> None:
         """Raises `EngineDoesNotAnswer`, `EngineRefused`."""

@@ -47,13 +47,14 @@ fetch with a `Staged` without a directory, and after it."""
 @dataclass
 class Progress:
     """What the status reports. `head`: the newest announced version; `reason`: why it is not
-    served."""
+    served; `lacks`: id of the version that no source has."""
 
     head: Announcement | None = None
     fetching: str = ""
     staged: str = ""
     reason: str = ""
     refused: str = ""
+    lacks: str = ""
     fetch_s: float = 0.0
     pause_s: float = 0.0
     bytes: int = 0
@@ -268,13 +269,13 @@ class Follower:
         self.returning &= self._returns_at is None or self._seen < self._returns_at
         self._overdue = False
         self.changed.set()
-        self.progress.reason = self.progress.refused = ""
+        self.progress.reason = self.progress.refused = self.progress.lacks = ""
 
     def _failed(self, announced: Announcement, error: NotFetched) -> None:
         if str(error) != self.progress.reason:  # log it once
             event = "staging.full" if isinstance(error, StagingFull) else "weights.not_fetched"
             log.error(event, version=announced.id, reason=str(error))
-        self.progress.reason = str(error)
+        self.progress.reason, self.progress.lacks = str(error), announced.id
         self._overdue |= isinstance(error, FetchOverdue)
 
     async def _tidy(self) -> None:

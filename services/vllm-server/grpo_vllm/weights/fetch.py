@@ -1,4 +1,5 @@
-"""Brings an announced version to this host: files in place, by HTTP ranges, or as deltas.
+"""Brings an announced version to this host: files in place, what the engine's workers received, by
+HTTP ranges, or as deltas.
 
 A chunk is used only if it has the announced digest, so any source will do: the trainer, while one
 of its slots is free, or another server of the run.
@@ -128,6 +129,10 @@ class Fetcher:
         """Pieces, manifests and results with a wrong digest, since the start."""
         self.failed_sources = 0
 
+    async def prepare(self) -> None:
+        """Make the directory in which the engine's workers receive. Raises `NotFetched`."""
+        await self._staging.prepare()
+
     async def fetch(self, wanted: Announcement, held: Mapping[str, Staged]) -> Staged:
         """Bring a version to this host. `held`: by id, those on it to which deltas may refer.
 
@@ -143,6 +148,8 @@ class Fetcher:
             async with asyncio.timeout(FETCH_DEADLINE_S):
                 directory = await self._in_place(transfer)
                 in_place = directory is not None
+                if directory is None and (directory := await self._staging.arrived(wanted)):
+                    transfer.bytes = wanted.bytes
                 if directory is None:
                     directory = await self._copied(transfer, held)
         except BaseException as error:

@@ -1,6 +1,7 @@
 """The server's own copies of versions that it fetches: directories in memory (/dev/shm).
 
 <staging>/1-5.partial/     being fetched
+          1-5.arriving/    being received by the engine's workers; complete with its manifest
           1-5/             complete and verified; it never changes any more
 """
 
@@ -17,6 +18,7 @@ from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from grpo_core.errors import GrpoError
+from grpo_core.weights.collective import ARRIVING
 from grpo_core.weights.delta import apply_delta
 from grpo_core.weights.directory_checks import UnusableWeights, inside
 from grpo_core.weights.versions import (
@@ -26,6 +28,7 @@ from grpo_core.weights.versions import (
     Manifest,
     WrongDigest,
     sha256_of,
+    version_of,
 )
 
 FILE_SCHEME = "file"
@@ -73,9 +76,29 @@ class Staging:
             return None
         return await asyncio.to_thread(_verified, directory, wanted)
 
+    async def prepare(self) -> None:
+        await self._write(lambda: _make_private(self.directory))
+
+    async def arrived(self, wanted: Announcement) -> Path | None:
+        """The copy that the engine's workers received and verified; None without one."""
+        return await asyncio.to_thread(self._arrived, wanted)
+
+    def _arrived(self, wanted: Announcement) -> Path | None:
+        """Deletes those of older versions, which nobody needs any more."""
+        for directory in self.directory.glob("*" + ARRIVING):
+            if version_of(directory.name.removesuffix(ARRIVING)) < wanted.version:
+                shutil.rmtree(directory, ignore_errors=True)
+        here, done = self.directory / (wanted.id + ARRIVING), self.directory / wanted.id
+        try:
+            checked_manifest((here / MANIFEST).read_bytes(), wanted)
+        except (OSError, GrpoError):
+            return None
+        shutil.rmtree(done, ignore_errors=True)
+        return here.rename(done)
+
     async def open(self, version: str) -> None:
         """Begin a copy."""
-        await self._write(lambda: _make_private(self.directory))
+        await self.prepare()
         await self._write(lambda: _make_empty(self._partial(version)))
 
     async def write(self, version: str, name: str, first: int, piece: bytes) -> None:

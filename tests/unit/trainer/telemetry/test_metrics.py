@@ -86,7 +86,7 @@ OUTCOME = StepOutcome(
         PolicyVersion(3, 8),
         0.2,
         alignment=Alignment(1e-6, 2e-6, moved=0.01, previous=0.01, sampled_mean=3e-6),
-        reach=Reach(2, 7, first_s=0.2, all_s=0.3, incidents=Incidents(3, 4, 5)),
+        reach=Reach(2, 7, first_s=0.2, all_s=0.3, incidents=Incidents(3, 4, 5, 6)),
     ),
     speed=Speed(ModelFlops(of_token=30e12, of_target=10e12, of_view=3e12), 400e12, ranks=2),
     times={
@@ -133,7 +133,7 @@ def test_every_value_by_hand() -> None:
             **{"publication/servers": 2, "publication/bytes": 7},
             **{"publication/first_serves_time": 0.2, "publication/all_serve_time": 0.3},
             **{"publication/servers_left": 3, "publication/repeated_announcements": 4},
-            **{"publication/unanswered_checks": 5},
+            **{"publication/unanswered_checks": 5, "publication/by_files": 6},
             **{"staleness/mean": 1, "staleness/max": 1, "staleness/other_epoch_fraction": 0},
             **{"staleness/bound_fraction": 0},
             **{"lag_1/tokens": 4, "lag_1/kl_k1": -0.05, "lag_1/kl_k3": K3, "lag_1/entropy": 2.0},

@@ -2,7 +2,8 @@
 weight transfer. vLLM's own backends receive tensors from a trainer, and none works on a CPU.
 
 The supervisor has verified the files and stores them on this host, so an update needs no network.
-`EngineControl.update_weights` calls start, update and finish under a pause.
+`EngineControl.update_weights` calls start, update and finish under a pause. Only with the trainer's
+--weight-transport collective is there something to connect to: see `Receiver`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from grpo_core.weights.collective import GroupAddress, Member
+from grpo_vllm.engine.vllm_compat.collective import Receiver
+
 _CPU_KERNEL = "cpu_linear"
 _RELOAD_LOG = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -38,11 +42,22 @@ class StagedDirectory(WeightTransferUpdateInfo):  # type: ignore[misc]
     directory: str
 
 
+@dataclass
+class Invitation(WeightTransferInitInfo):  # type: ignore[misc]
+    """To the trainer's process group. `address`: a `GroupAddress`; `server`: the server's name;
+    `staging`: its directory for copies."""
+
+    address: dict[str, Any]
+    server: str
+    staging: str
+
+
 class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
-    init_info_cls: ClassVar[type] = WeightTransferInitInfo
+    init_info_cls: ClassVar[type] = Invitation
     update_info_cls: ClassVar[type] = StagedDirectory
     _unfinished = False
     """An update began and did not finish."""
+    _receiver: Receiver | None = None
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -51,8 +66,14 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
         # `receive_weights` raises for weights that are really missing.
         logging.getLogger(_RELOAD_LOG).setLevel(logging.ERROR)
 
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """Nothing to connect to."""
+    def init_transfer_engine(self, init_info: Invitation) -> None:
+        """Join the group, in place of the previous one. Returns at once."""
+        self.shutdown()
+        parallel = self.vllm_config.parallel_config
+        own = Member(init_info.server, parallel.rank, parallel.world_size)
+        address = GroupAddress.model_validate(init_info.address)
+        self._receiver = Receiver(address, own, Path(init_info.staging), self.device)
+        self._receiver.start()
 
     def start_weight_update(self) -> None:
         if self._unfinished:  # otherwise the next update would find layers on the meta device
@@ -91,7 +112,8 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
         """Of the trainer's side; vLLM 0.24 requires the name."""
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        if self._receiver is not None:
+            self._receiver.leave()
 
     def _repack_head(self) -> None:
         """On a CPU, vLLM multiplies with a packed copy of the output head. A head that is tied to
