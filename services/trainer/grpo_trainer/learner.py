@@ -19,8 +19,6 @@ from torch import nn
 from grpo_core.cpu import keep_freed_memory
 from grpo_core.tree.objectives import Objective
 from grpo_core.tree.trainer import TrainerSettings
-from grpo_trainer.checkpoint.background import Background
-from grpo_trainer.checkpoint.store import save_part
 from grpo_trainer.data.collate import Batch, MicroBatch
 from grpo_trainer.errors import NonFiniteGradient, NonFiniteLoss, NonFiniteStep
 from grpo_trainer.losses import (
@@ -45,7 +43,7 @@ from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim.digests import BEGIN_DIGESTS, SAVED_DIGESTS, WeightDigests
 from grpo_trainer.optim.master_optimizer import MasterOptimizer, build_optimizer
 from grpo_trainer.optim.sharding import RankOptimizer
-from grpo_trainer.ranks import ALONE, SAVE, Orders, Ranks
+from grpo_trainer.ranks import ALONE, Orders, Ranks
 from grpo_trainer.token_table import TokenTable
 
 log = structlog.get_logger()
@@ -208,22 +206,13 @@ class Learner:
                 log.warning("step.retried", step=step, reason=str(error))
         raise AssertionError
 
-    @cached_property
-    def checkpoints(self) -> Background:
-        """Saves this rank's part of them."""
-        return Background(self.ranks, self.optimizer.parts)
-
     def follow(self) -> None:
         """Do what rank 0 orders while it works alone."""
         self.orders.actions |= {
-            SAVE: lambda _: self._save_part(),
             BEGIN_DIGESTS: lambda _: self.digests.begin(),
             SAVED_DIGESTS: lambda _: self.digests.finish_saved(),
         }
         self.orders.follow()
-
-    def _save_part(self) -> None:
-        self.checkpoints.begin(self.optimizer.tensors(self.names), save_part)
 
 
 def with_objective(learner: Learner, settings: TrainerSettings) -> Learner:

@@ -24,8 +24,9 @@ from grpo_core.tree.trainer_command import CONFIG_FILE, config_yaml
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.atomic_files import hold_save_path, remove_unfinished, write_whole
 from grpo_trainer.checkpoint import resume
+from grpo_trainer.checkpoint.background import Background
 from grpo_trainer.checkpoint.saver import Saver
-from grpo_trainer.checkpoint.store import SavedState, StateStore
+from grpo_trainer.checkpoint.store import SavedState, StateStore, save_part
 from grpo_trainer.checks.data_checks import DataChecks
 from grpo_trainer.checks.served_weights import Bound
 from grpo_trainer.coefficients import Coefficients, coefficients_of
@@ -37,7 +38,7 @@ from grpo_trainer.learner import GradientStats, Learner, Meanwhile, load_learner
 from grpo_trainer.memory_plan import with_micro_batch
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import device_of, limits_of
-from grpo_trainer.ranks import LOAD, Ranks
+from grpo_trainer.ranks import LOAD, SAVE, Ranks
 from grpo_trainer.telemetry.metrics import StepOutcome
 from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps
 from grpo_trainer.telemetry.sinks import Recorder, begin_records, open_sinks
@@ -282,6 +283,7 @@ def open_lead(
     )
     # A checkpoint that the user named may belong to another directory or run: leave it as it is.
     own = saved if settings.resume == AUTO else None
+    stack.callback(saver.close)
     saver.begin(position, own is not None, own.record.checkpoints if own else ())
     history = VersionHistory(served, sync.begun_as, sync.epochs)
     limits = limits_of(learner.policy, settings)
@@ -324,15 +326,22 @@ def _bound(learner: Learner, saved: SavedState | None) -> Bound:
     return Bound(floor, learns=settings.sync.uses_files or settings.verify_every_steps > 0)
 
 
-def open_other_rank(settings: TrainerSettings, ranks: Ranks) -> tuple[OtherRank, Position] | None:
+def open_other_rank(
+    stack: ExitStack, settings: TrainerSettings, ranks: Ranks
+) -> tuple[OtherRank, Position] | None:
+    """Args: stack: closes what it opens"""
     saved: tuple[int, str] | None = ranks.broadcast(None)
     steps_taken = saved[0] if saved else 0
     if saved and steps_taken >= settings.steps:
         return None
     learner = load_learner(None, settings, ranks)
     with_micro_batch(settings, learner.policy, ranks, None)
-    if saved:
-        learner.orders.actions[LOAD] = lambda _: _load_part(learner, Path(saved[1]))
+    checkpoints = Background(ranks, learner.optimizer.parts)
+    stack.callback(checkpoints.close)
+    learner.orders.actions |= {
+        SAVE: lambda _: checkpoints.begin(learner.optimizer.tensors(learner.names), save_part),
+        LOAD: lambda _: _load_part(learner, Path(saved[1] if saved else "")),
+    }
     learner.follow()
     return OtherRank(learner), Position(steps_taken, 0, 0)
 

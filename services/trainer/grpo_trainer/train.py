@@ -107,10 +107,9 @@ def open_run(
         opened: tuple[Role, Position] | None = (
             open_lead(stack, settings, ranks, api, weight_sync)
             if ranks.leads
-            else open_other_rank(settings, ranks)
+            else open_other_rank(stack, settings, ranks)
         )
         if opened is not None:
-            stack.callback(opened[0].learner.checkpoints.close)
             SelfTest(opened[0].learner).require()
             opened[0].learner.orders.begin()
         yield opened

@@ -18,6 +18,7 @@ from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.weights import SERVED_KEPT
 from grpo_core.weights.directory_checks import FINAL_ADAPTER, FINAL_MODEL
 from grpo_trainer.atomic_files import remove_directory
+from grpo_trainer.checkpoint.background import Background
 from grpo_trainer.checkpoint.store import KEPT as STATES_KEPT
 from grpo_trainer.checkpoint.store import StateStore, capture, checksum_of_untrained
 from grpo_trainer.checks.served_weights import Bound
@@ -73,8 +74,16 @@ class Saver:
     before_save: Callable[[], None] = lambda: None
     exported: Callable[[Path, int], None] = lambda *_: None
     seconds: float | None = field(init=False, default=None)
+    _writer: Background = field(init=False)
     _begun: tuple[Position, float] | None = field(init=False, default=None)
     """The checkpoint that is being written, and when that began."""
+
+    def __post_init__(self) -> None:
+        self._writer = Background(self.learner.ranks, self.learner.optimizer.parts)
+
+    def close(self) -> None:
+        """Wait for the thread that writes."""
+        self._writer.close()
 
     def begin(self, position: Position, is_saved: bool, checkpoints: Sequence[str] = ()) -> None:
         """Start at `position`, and save a checkpoint unless it is saved already. Without one, a
@@ -184,11 +193,11 @@ class Saver:
         tensors = self.learner.optimizer.tensors(list(record.parameters))
         if self.learner.optimizer.parts > 1:
             self.learner.orders.give(SAVE)
-        self.learner.checkpoints.begin(tensors, partial(self.store.save, record))
+        self._writer.begin(tensors, partial(self.store.save, record))
         self._saved, self._begun = position, (position, started)
 
     def _finish(self, *, wait: bool = True, acknowledges: bool = True) -> None:
-        directory = self.learner.checkpoints.finished(wait=wait)
+        directory = self._writer.finished(wait=wait)
         if self._begun is None or directory is None:
             return
         (position, started), self._begun = self._begun, None

@@ -18,9 +18,10 @@ from torch import Tensor
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.checkpoint import store
+from grpo_trainer.checkpoint.background import Background
 from grpo_trainer.checkpoint.parts import SavedTensors, StatePart
 from grpo_trainer.checkpoint.resume import restore_part
-from grpo_trainer.checkpoint.store import SavedState, StateStore, capture
+from grpo_trainer.checkpoint.store import SavedState, StateStore, capture, save_part
 from grpo_trainer.data.batches import Position
 from grpo_trainer.learner import Learner, build_learner
 from grpo_trainer.model.adapter import trained_parameters
@@ -101,14 +102,15 @@ def _pass_on(
     else:
         restore_part(source.directory, policy, optimizer, ranks)
     held.append(peak_bytes())
+    writer = Background(ranks, optimizer.parts)
     if ranks.leads:
         position = Position(step=1, batch_id=2, epoch=3)
         record = capture(policy, optimizer, learner.settings, position, "r", frozen=None)
         saved = StateStore(target)
-        learner.checkpoints.begin(optimizer.tensors(learner.names), partial(saved.save, record))
-    else:
-        learner.save_part()
-    learner.checkpoints.finished(wait=True)
+        writer.begin(optimizer.tensors(learner.names), partial(saved.save, record))
+    elif optimizer.parts > 1:
+        writer.begin(optimizer.tensors(learner.names), save_part)
+    writer.finished(wait=True)
     held.append(peak_bytes())
     grown = [after - before for before, after in pairwise(held)]
     (target / f"memory-{ranks.index}").write_text(json.dumps([*grown, optimizer.state_bytes()]))

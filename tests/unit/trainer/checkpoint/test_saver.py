@@ -124,7 +124,7 @@ def take_steps(saver: Saver, steps: int) -> list[bool]:
 
 
 def wait_for_thread(saver: Saver) -> None:
-    if (pending := saver.learner.checkpoints._pending) is not None:
+    if (pending := saver._writer._pending) is not None:
         wait([pending])
 
 
