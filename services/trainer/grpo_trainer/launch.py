@@ -192,8 +192,10 @@ def _meeting(options: ProcessOptions) -> Meeting:
                     "command on its host"
                 ) from error
             time.sleep(RETRY_S)
-    if options.nodes > 1 and (interface := _interface_of(own)):
-        os.environ.setdefault(INTERFACE, interface)
+    if options.nodes > 1:
+        log.info("rendezvous.joined", at=options.rendezvous, holds_store=is_first)
+        if interface := _interface_of(own):
+            os.environ.setdefault(INTERFACE, interface)
     wait = timedelta(seconds=options.rank_deadline_s)
     meeting: Meeting = Meeting.from_backend(
         RUN, store, backend, options.nodes, options.nodes, own, RendezvousTimeout(join=wait)

@@ -233,7 +233,7 @@ BEAT_S = 1.0
 """Time between two exchanges."""
 SILENT_S = 60.0
 """A process that does not take part for this time is lost: stopped, or its host is."""
-GRACE_S = 60.0
+GRACE_S = 10.0
 """Time that the main thread has to end by itself, by the error of an exchange over gloo."""
 WELL, STOPPED, FAILED = 0, 1, 2
 """How a rank has left the block of `beating`: STOPPED by a signal or because of another rank."""

@@ -1,0 +1,150 @@
+"""`grpo --ranks 2`, with real processes: what happens if one is lost, fails or is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from grpo_runs.process.ports import free_port
+from grpo_trainer.errors import EXIT_FAILED
+from tests.support.process_table import is_alive
+from tests.support.wait import wait_for
+from tests.unit.trainer.ranks.launched_rank import ACT, DIRECTORY, WAITING
+
+MODULE = "tests.unit.trainer.ranks.launched_rank"
+STEPS = 4
+
+
+class Launch:
+    """The command on one host, in a directory of its own."""
+
+    def __init__(self, directory: Path, act: str, *words: str) -> None:
+        self.directory = directory
+        directory.mkdir()
+        fixed = {"--mode": "none", "--redis-url": "redis://127.0.0.1:1/0", "--steps": str(STEPS)}
+        sizes = {"--seq-len": "64", "--tokens-per-micro-batch": "16", "--state-interval": "1"}
+        places = {"--save-path": str(directory / "save"), "--dtype": "float32", "--device": "cpu"}
+        given = [word for pair in (fixed | sizes | places).items() for word in pair]
+        self.log = directory / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, *given, "--checkpoint-interval", "0", *words],
+                env=os.environ | {DIRECTORY: str(directory), ACT: act, "HF_HUB_OFFLINE": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def pids(self) -> dict[str, int]:
+        """Of each rank and start: "1-0" is rank 1 of the first start."""
+        return {path.name: int(path.read_text()) for path in self.directory.glob("?-?")}
+
+    def read(self, name: str) -> str:
+        return (self.directory / name).read_text()
+
+    def wait_for_log(self, event: str) -> None:
+        wait_for(lambda: self._runs() and event in self.read("log"))
+
+    def wait_for_rank(self, name: str) -> None:
+        wait_for(lambda: self._runs() and name in self.pids())
+
+    def wait_until_held(self) -> None:
+        wait_for(lambda: self._runs() and (self.directory / WAITING).exists())
+
+    def ended(self) -> int:
+        """Its exit status. No rank is left."""
+        wait_for(lambda: self.process.poll() is not None)
+        wait_for(lambda: [*map(is_alive, self.pids().values())], lambda alive: not any(alive))
+        return self.process.returncode
+
+    def close(self) -> None:
+        for pid in (self.process.pid, *self.pids().values()):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _runs(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return True
+
+
+@pytest.fixture
+def launch(model: str, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    with ExitStack() as stack:
+
+        def start(act: str, *words: str) -> Launch:
+            name = str(len([*tmp_path.iterdir()]))
+            launched = Launch(tmp_path / name, act, "--model", model, *words)
+            stack.callback(launched.close)
+            return launched
+
+        yield start
+
+
+RANKS = ("--ranks", "2")
+
+
+def test_all_ranks_start_again_after_one_was_killed(launch: Callable[..., Launch]) -> None:
+    run = launch("trains", *RANKS)
+    run.wait_until_held()
+    os.kill(run.pids()["1-0"], signal.SIGKILL)
+    assert run.ended() == 0, run.log.read_text()
+    assert run.pids().keys() == {"0-0", "1-0", "0-1", "1-1"}
+    assert run.read("steps-0") == "1 2 "
+    assert run.read("steps-1") == "3 4 ", "it did not resume"
+    assert (run.directory / "save" / "final_model").is_dir()
+
+
+def test_an_error_ends_all_ranks_and_is_not_repeated(launch: Callable[..., Launch]) -> None:
+    run = launch("fails", *RANKS)
+    assert run.ended() == EXIT_FAILED
+    assert run.pids().keys() == {"0-0", "1-0"}
+    assert "the options of this rank are wrong" in run.read("log")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        (signal.SIGKILL, -9),
+    ],
+)
+def test_a_signal_ends_all_ranks(
+    number: signal.Signals, status: int, launch: Callable[..., Launch]
+) -> None:
+    run = launch("waits", *RANKS)
+    run.wait_until_held()
+    run.process.send_signal(number)
+    assert run.ended() == status
+    assert run.pids().keys() == {"0-0", "1-0"}
+
+
+@pytest.mark.full
+def test_a_lost_node_joins_again(launch: Callable[..., Launch]) -> None:
+    """First one without the store, then the one with it. On one host, the next one takes over the
+    store, which two hosts would leave to its host."""
+    nodes = ("--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}")
+    head = launch("waits", *nodes)
+    head.wait_for_log("holds_store=True")
+    lost = launch("waits", *nodes)
+    head.wait_until_held()
+    assert [*head.pids(), *lost.pids()] == ["0-0", "1-0"]
+    lost.close()
+    other = launch("waits", *nodes)
+    head.wait_for_rank("0-1")
+    other.wait_for_rank("1-0")
+    head.close()
+    other.wait_for_log("holds_store=True")
+    again = launch("waits", *nodes)
+    other.wait_for_rank("0-0")
+    again.wait_for_rank("1-0")
+    for one in (other, again):
+        one.process.terminate()
+    assert [one.ended() for one in (other, again)] == [143, 143]
