@@ -74,7 +74,7 @@ class Bucket:
         self.indices, self._whole, self.weight_decay = indices, parameters, weight_decay
         self.parameters = [own_part(p) for p in parameters]
         self._update, self._rule = update, update.rule
-        self._kind = self._rule.kind_of(self.parameters[0])
+        self._kind = self._rule.kind_of(parameters[0])
         self._edges = [0]
         for parameter in self.parameters:
             self._edges.append(self._edges[-1] + _padded(parameter.numel(), self._rule.alignment))
@@ -256,6 +256,12 @@ class Bucket:
             found.append({MASTER: master, **state})
         return found
 
+    def flat(self) -> list[Tensor]:
+        """The master weights, and the state once a parameter has taken a step."""
+        if any(self.steps) and not self._state:
+            self._state = self._initial_state()
+        return [self._master, *self._state.values()]
+
     def load(self, position: int, saved: State) -> None:
         """Replace one parameter's tensors by copies. Args: saved: as in `tensors`"""
         self.masters[position].copy_(saved[MASTER])
@@ -294,9 +300,9 @@ def buckets_of(
     """Args: weight_decay: of matrices; see `MasterOptimizer`"""
     indices = defaultdict[Hashable, list[int]](list)
     for index, parameter in enumerate(parameters):
-        rule, part = update.rule, own_part(parameter)
-        kind: Hashable = rule.kind_of(part) if rule.is_elementwise else index
-        indices[kind, part.dtype, parameter.ndim > 1].append(index)
+        rule = update.rule
+        kind: Hashable = rule.kind_of(parameter) if rule.is_elementwise else index
+        indices[kind, parameter.dtype, parameter.ndim > 1].append(index)
     found = []
     for alike in indices.values():
         most = PART_ELEMENTS if parameters[0].device.type == "cpu" else BUCKET_ELEMENTS

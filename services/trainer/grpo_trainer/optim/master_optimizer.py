@@ -160,14 +160,18 @@ class MasterOptimizer:
         for path in tensors:
             kind, _, name = path.partition("/")
             kinds[name].append(kind)
+        places = {
+            index: (bucket, position)
+            for bucket in self.buckets
+            for position, index in enumerate(bucket.indices)
+        }
         for index, name in enumerate(names):
-            self._load_one(index, {k: own_part(tensors[f"{k}/{name}"]) for k in kinds[name]})
+            saved = {kind: own_part(tensors[f"{kind}/{name}"]) for kind in kinds[name]}
+            bucket, position = places[index]
+            bucket.load(position, self._fitted(saved, self._shapes[index]))
 
-    def _load_one(self, index: int, saved: State) -> None:
-        """Load the tensors of one parameter, by kind."""
-        for bucket in self.buckets:
-            if index in bucket.indices:
-                bucket.load(bucket.indices.index(index), saved)
+    def _fitted(self, saved: State, shape: torch.Size) -> State:
+        return self.update.rule.fitted(saved, shape, 0, 1)
 
     @torch.no_grad()
     def write_into_parameters(self, may_write: Callable[[], None] = lambda: None) -> None:

@@ -88,6 +88,19 @@ class UpdateRule(Protocol):
     def initial_state(self, weights: Tensor, kind: Hashable) -> State:
         """The state before the first step. Args: kind: of each parameter in `weights`"""
 
+    def fitted(
+        self,
+        saved: State,
+        shape: torch.Size,  # noqa: ARG002
+        index: int,  # noqa: ARG002
+        count: int,  # noqa: ARG002
+    ) -> State:
+        """A saved state of one of `count` parts, which another number of ranks may have saved.
+
+        Args: shape: of the whole parameter
+        """
+        return saved
+
     def update(
         self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions
     ) -> None:
@@ -150,7 +163,8 @@ class AdamW8bit(UpdateRule):
     used, because the class would keep the weights and wait for the GPU after every parameter.
 
     Kinds of state: state1 and state2 (the moments: uint8, or fp32 in small parameters). Quantised
-    moments also have absmax1 and absmax2 (scales: [blocks]), and qmap1 and qmap2 (maps: [256]).
+    moments also have absmax1 and absmax2 (scales: [blocks]; of several ranks, each of which has
+    blocks of its own rows: [ranks, blocks]), and qmap1 and qmap2 (maps: [256]).
 
     Raises:
         UnusableOptimizer: bitsandbytes has no working kernel for `device`.
@@ -174,6 +188,24 @@ class AdamW8bit(UpdateRule):
         for kind in state.keys() & _SIGNED:
             state[kind].copy_(self._functional.create_dynamic_map(signed=_SIGNED[kind]))
         return state
+
+    def fitted(self, saved: State, shape: torch.Size, index: int, count: int) -> State:
+        """Blocks that other ones have divided are quantised again."""
+        if "absmax1" not in saved:
+            return saved
+        found, parts = dict(saved), saved["absmax1"].shape[:-1].numel()
+        of_saved, of_own = (-(-shape[0] // n) * shape[1:].numel() for n in (parts, count))
+        at = torch.arange(saved["state1"].numel()) + min(index * of_own, shape.numel())
+        for absmax, state, qmap in (("absmax1", "state1", "qmap1"), ("absmax2", "state2", "qmap2")):
+            scales = saved[absmax].view(parts, -1)[at // of_saved, at % of_saved // BLOCK]
+            found[absmax] = scales[::BLOCK]
+            if not torch.equal(found[absmax].repeat_interleave(BLOCK)[: len(scales)], scales):
+                moments = saved[qmap][saved[state].flatten().int()] * scales
+                bits, blocks = self._functional.quantize_blockwise(
+                    moments, code=saved[qmap], blocksize=BLOCK
+                )
+                found[state], found[absmax] = bits.view_as(saved[state]), blocks.absmax
+        return found
 
     def update(
         self, weights: Tensor, gradient: Tensor, state: State, step: int, options: StepOptions

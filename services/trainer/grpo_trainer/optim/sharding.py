@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from grpo_trainer.model.division import Division
 from grpo_trainer.optim.buckets import MASTER
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
+from grpo_trainer.optim.rules import BLOCK, State
 from grpo_trainer.ranks import Ranks
 
 
@@ -47,40 +47,46 @@ class RankOptimizer(MasterOptimizer):
         for name, shape in self._division.shapes.items():
             for kind, whole in self._kinds(torch.empty(shape, device="meta")).items():
                 path = f"{kind}/{name}"
-                if path in found and _has_rows(whole.shape, shape):
+                if path in found and self._has_rows(kind, whole.shape, shape):
                     found[path] = self._division.divided(found[path], whole.shape)
+                elif path in found and kind in self.update.rule.spans:
+                    found[path] = self._blocks_of_ranks(found[path], shape)
         return found
 
+    def _blocks_of_ranks(self, own: Tensor, shape: torch.Size) -> Tensor:
+        """What each block of weights has, of all ranks: [ranks, blocks]."""
+        assert self._division is not None
+        blocks = -(-(-(-shape[0] // self.parts) * shape[1:].numel()) // BLOCK)
+        padded = nn.functional.pad(own, (0, blocks - len(own)))[None]
+        return self._division.divided(padded, torch.Size((self.parts, blocks)))
+
+    def _has_rows(self, kind: str, shape: torch.Size, of_parameter: torch.Size) -> bool:
+        """Whether a whole tensor of the state is divided as its parameter is."""
+        rule = self.update.rule
+        if rule.is_elementwise and kind != MASTER:
+            return rule.spans.get(kind) == 1
+        return shape[:1] == of_parameter[:1]
+
     def place(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if self._division is None or not _has_rows(shape, self._division.shapes[name_of(path)]):
+        kind, _, name = path.partition("/")
+        if self._division is None or not self._has_rows(kind, shape, self._division.shapes[name]):
             return super().place(path, shape, dtype)
         own = self._division.own(torch.empty(shape, dtype=dtype, device="meta"))
         return self._division.divided(torch.empty_like(own, device="cpu"), shape)
 
     @torch.no_grad()
     def load_tensors(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Args: tensors: only rank 0 has them, if each rank holds the whole policy"""
+        """Args: tensors: not read on ranks above 0, if each rank holds the whole policy"""
         if self._division is not None:
             super().load_tensors(names, tensors)
             return
-        counts = Counter(map(name_of, tensors))  # one tensor: the master weights alone
-        stepped = torch.tensor([int(counts[name] > 1) for name in names])
-        has_state = self._ranks.from_leader(stepped, "a checkpoint").tolist()
-        for index, name in enumerate(names):
-            whole = torch.empty_like(self.masters[index])
-            own = self._kinds(whole) if has_state[index] else {MASTER: whole}
-            for kind, place in own.items():
-                if self._ranks.leads:
-                    place.copy_(tensors[f"{kind}/{name}"])
-                self._ranks.from_leader(place, "a checkpoint")
-            self._load_one(index, own)
+        if self._ranks.leads:
+            super().load_tensors(names, tensors)
+        for bucket in self.buckets:
+            bucket.steps = self._ranks.broadcast(bucket.steps, "a checkpoint")
+            for tensor in bucket.flat():
+                self._ranks.from_leader(tensor, "a checkpoint")
 
-
-def _has_rows(shape: torch.Size, of_parameter: torch.Size) -> bool:
-    """Whether a tensor of the state is divided as its parameter is."""
-    return shape[:1] == of_parameter[:1]
-
-
-def name_of(path: str) -> str:
-    """The parameter's name in the path of one of its tensors, `kind/name`."""
-    return path.partition("/")[2]
+    def _fitted(self, saved: State, shape: torch.Size) -> State:
+        index = 0 if self._division is None else self._ranks.index
+        return self.update.rule.fitted(saved, shape, index, self.parts)

@@ -123,7 +123,7 @@ def peak_bytes() -> int:
 
 def _step(learner: Learner) -> None:
     generator = torch.Generator().manual_seed(1)
-    for parameter in list(trained_parameters(learner.policy).values())[1:]:  # one has no step
+    for parameter in list(trained_parameters(learner.policy).values())[:-1]:  # one has no step
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     learner.optimizer.gradients.gather()
     learner.optimizer.step(0)

@@ -70,6 +70,34 @@ def test_a_state_passes_through_other_numbers_of_ranks_unchanged(
         assert all(torch.equal(found[path], tensor) for path, tensor in expected.items())
 
 
+@pytest.mark.full
+def test_moments_of_8_bits_keep_their_bits_unless_their_blocks_are_divided(
+    model: Path, tmp_path: Path
+) -> None:
+    source, found = None, list[dict[str, torch.Tensor]]()
+    for number, count in enumerate([1, 2, 2, 1]):
+        processes = Processes(count, options={"optimizer": "adamw_8bit"})
+        assert {*processes.pass_on(model, source, tmp_path / str(number))} == {0}
+        source = newest(tmp_path / str(number))
+        found.append(tensors_of(source))
+    whole, divided, again, last = found
+    assert all(torch.equal(again[path], tensor) for path, tensor in divided.items())
+    name = "model.embed_tokens.weight"
+    assert divided[f"absmax1/{name}"].shape[0] == 2
+    for path, tensor in whole.items():
+        if "absmax" not in path:
+            assert torch.equal(last[path], tensor) or tensor.dtype == torch.uint8, path
+    for number in (1, 2):
+        first, second = (moments(one, number, name) for one in (whole, last))
+        assert 0 < (first - second).abs().max() < 0.02 * first.abs().max()
+
+
+def moments(tensors: dict[str, torch.Tensor], number: int, name: str) -> torch.Tensor:
+    bits = tensors[f"state{number}/{name}"].flatten()
+    scales = tensors[f"absmax{number}/{name}"].repeat_interleave(256)[: len(bits)]
+    return tensors[f"qmap{number}/{name}"][bits.int()] * scales
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_state_of_former_releases_is_read(count: int, tmp_path: Path) -> None:
     """Their trainer has written the archive."""

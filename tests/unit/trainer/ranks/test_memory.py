@@ -8,13 +8,11 @@ from __future__ import annotations
 import weakref
 from collections import UserDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,19 +34,6 @@ def _group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=meeting, world_size=1, rank=0)
     yield
     dist.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class WatchedRanks(Ranks):
-    """`alive`: how many of the received tensors existed at each exchange."""
-
-    received: list[weakref.ref[Tensor]] = field(default_factory=list)
-    alive: list[int] = field(default_factory=list)
-
-    def from_leader(self, tensor: Tensor, what: str = "a tensor") -> Tensor:
-        self.received.append(weakref.ref(tensor))
-        self.alive.append(sum(one() is not None for one in self.received))
-        return super().from_leader(tensor, what)
 
 
 def stepped(ranks: Ranks, **options: Any) -> RankOptimizer:
@@ -89,18 +74,6 @@ class WatchedTensors(UserDict[str, Tensor]):
         self.looked.append(weakref.ref(found))
         self.alive.append(sum(one() is not None for one in self.looked))
         return found
-
-
-def test_a_checkpoint_is_sent_one_parameter_at_a_time() -> None:
-    ranks = WatchedRanks(1, LEADER, 60.0)
-    optimizer = stepped(ranks)
-    saved = {path: tensor.clone() for path, tensor in optimizer.tensors(NAMES).items()}
-    ranks.received.clear(), ranks.alive.clear()
-    optimizer.load_tensors(NAMES, saved)
-    kinds = len(saved) // len(NAMES)
-    assert len(ranks.alive) == 1 + len(saved)
-    assert max(ranks.alive) <= 1 + kinds
-    torch.testing.assert_close(optimizer.tensors(NAMES), saved)
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
