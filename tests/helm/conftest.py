@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,18 @@ def chart(stack_settings: dict[str, str], tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(params=["none", "lora_only", "lora_restart", "shared_vllm"])
 def release(request: pytest.FixtureRequest, chart: Path) -> Iterator[Release]:
     mode: str = request.param
-    release = Release(mode, namespace=f"test-{mode.replace('_', '-')}", chart=chart, tag=TAG)
+    with namespace_of(Release(mode, f"test-{mode.replace('_', '-')}", chart, TAG)) as release:
+        yield release
+
+
+@pytest.fixture
+def two_nodes(chart: Path) -> Iterator[Release]:
+    with namespace_of(Release("none", "test-two-nodes", chart, TAG)) as release:
+        yield release
+
+
+@contextmanager
+def namespace_of(release: Release) -> Iterator[Release]:
     kubectl("create", "namespace", release.namespace)
     try:
         yield release

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.support.wait import wait_for
 
 RUN_WITHIN_S = 3600.0
 NAME = "run"
+INDEXED_JOBS = Path(__file__).parent / "indexed_jobs.py"
 
 
 def relaxed_chart(directory: Path) -> Path:
@@ -53,6 +55,7 @@ class Release:
             *("upgrade", "--install", NAME, str(self.chart), "--wait", "--timeout", "20m"),
             # The tests' Kubernetes is older than podFailurePolicy, and ignores it.
             *("--disable-openapi-validation", "--set", ",".join(values)),
+            *("--post-renderer", sys.executable, "--post-renderer-args", str(INDEXED_JOBS)),
         )
 
     def helm(self, *words: str) -> str:
@@ -71,9 +74,10 @@ class Release:
         items: list[dict[str, Any]] = json.loads(found)["items"]
         return items
 
-    def hit(self, component: str) -> None:
+    def hit(self, component: str, pod: str = "") -> None:
         """Send SIGKILL to a component's container, and wait for the next step."""
         labels = {"pod.namespace": self.namespace, "container.name": component}
+        labels |= {"pod.name": pod} if pod else {}
         filters = [f"label=io.kubernetes.{name}={value}" for name, value in labels.items()]
         found = command("docker", "ps", "--quiet", *(f"--filter={each}" for each in filters))
         assert found.stdout, f"no container {component} runs: {found.stderr}"
@@ -88,11 +92,13 @@ class Release:
         return name
 
     def trainer_has_ended(self) -> bool:
-        """Raises an error if the trainer's Job has failed."""
-        (job,) = self.items("jobs", "trainer")
-        ended = {c["type"] for c in job["status"].get("conditions", []) if c["status"] == "True"}
-        assert "Failed" not in ended, self.logs()
-        return "Complete" in ended
+        """Raises an error if a Job of the trainer has failed."""
+        ended = [
+            {c["type"] for c in job["status"].get("conditions", []) if c["status"] == "True"}
+            for job in self.items("jobs", "trainer")
+        ]
+        assert not any("Failed" in types for types in ended), self.logs()
+        return all("Complete" in types for types in ended)
 
     def wait_until(self, holds: Callable[[], object]) -> None:
         try:

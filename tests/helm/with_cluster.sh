@@ -203,7 +203,9 @@ mkdir -p "$run/log"
 trap stop EXIT
 trap 'exit 143' INT TERM
 
-address=$(docker network inspect bridge --format '{{(index .IPAM.Config 0).Gateway}}')
+# Docker 28 does not show the gateway of a bridge that it has just made.
+bridge=$(docker network inspect bridge --format '{{index .Options "com.docker.network.bridge.name"}}')
+address=$(ip -4 -oneline address show "$bridge" | awk '{sub("/.*", "", $4); print $4}')
 read -r etcd_port peer_port api_port kubelet_port dns_port metrics_port <<<"$(free_ports 6)"
 server=https://$address:$api_port
 docker image inspect $pause_image >/dev/null 2>&1 ||
