@@ -115,7 +115,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen = {_own_tokens(micro): _seen_keys(micro) for micro in micro_batches}
+        self._seen = {own_tokens(micro): _seen_keys(micro) for micro in micro_batches}
         self.phases: dict[str, Counts] = defaultdict(Counts)
         self.phase = ""
 
@@ -197,7 +197,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.launched(name, size, flops, seconds, _launches(name, inputs, outputs))
 
 
-def _own_tokens(micro: MicroBatch) -> int:
+def own_tokens(micro: MicroBatch) -> int:
     return sum(micro.lengths) - sum(micro.shared)
 
 

@@ -15,7 +15,7 @@ from grpo_tiny_model.model import build_tokenizer, ensure_directory
 if TYPE_CHECKING:
     from transformers import Qwen2Config
 
-ShapeName = Literal["tiny", "0.5b", "1.5b", "7b"]
+ShapeName = Literal["tiny", "0.5b", "1.5b", "7b", "32b"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ SHAPES: dict[ShapeName, ModelShape] = {
     "0.5b": ModelShape(896, 24, 14, 2, 4864, 151_936, tied=True),
     "1.5b": ModelShape(1536, 28, 12, 2, 8960, 151_936, tied=True),
     "7b": ModelShape(3584, 28, 28, 4, 18_944, 152_064, tied=False),
+    "32b": ModelShape(5120, 64, 40, 8, 27_648, 152_064, tied=False),
 }
-"""The last three are those of Qwen2.5 (config.json of each)."""
+"""All but the first are those of Qwen2.5 (config.json of each)."""
 
 
 def train_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
@@ -106,7 +107,7 @@ class GpuWork:
     min_steps: int = 3
 
 
-_MICRO_BATCH: dict[ShapeName, int] = {"0.5b": 8, "1.5b": 4, "7b": 2}
+_MICRO_BATCH: dict[ShapeName, int] = {"0.5b": 8, "1.5b": 4, "7b": 2, "32b": 1}
 _CACHED_TOKENS = 160_000
 """256 sequences of 512 tokens, and some."""
 

@@ -33,7 +33,9 @@ from grpo_trainer.model.fused_head import CHUNK_LOGITS, CHUNK_LOGITS_ON_CPU
 from grpo_trainer.model.policy import (
     CausalLM,
     attention_widths,
+    base_model,
     device_of,
+    layers_of,
     text_config_of,
     train_only,
 )
@@ -142,10 +144,6 @@ class KeptBytes:
     def total(self) -> int:
         return self.weights + self.masters + self.gradients + self.moments
 
-    def of_leader(self, ranks: int) -> int:
-        """With --fsdp: the leader has the weights, and a part of everything."""
-        return self.weights + self.total // ranks
-
 
 def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: OptimizerName) -> KeptBytes:
     """Sizes that follow from the shapes of a policy."""
@@ -162,6 +160,19 @@ def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: Optimizer
         gradients=sum(p.nbytes if is_one_pass else p.numel() * FLOAT32_BYTES for p in trained),
         moments=sum(tensor.nbytes for state in states for tensor in state.values()),
     )
+
+
+def collected_bytes(policy: CausalLM) -> int:
+    """What a rank collects at most in a pass of a divided policy: the weights outside of the layers
+    and of two layers, the gradients of one layer, and the float32 sums of two."""
+    layers = [[*layer.parameters()] for layer in layers_of(base_model(policy)) or ()]
+    sizes = [sum(p.nbytes for p in layer) for layer in layers]
+    gradients = [
+        sum(p.nbytes + 2 * FLOAT32_BYTES * p.numel() for p in layer if p.requires_grad)
+        for layer in layers
+    ]
+    outside = sum(p.nbytes for p in policy.parameters()) - sum(sizes)
+    return outside + 2 * max(sizes, default=0) + max(gradients, default=0)
 
 
 def working_bytes(settings: TrainerSettings, policy: CausalLM, is_gpu: bool) -> tuple[int, int]:
@@ -255,9 +266,10 @@ class MemoryPlan:
     def trainer_bytes(self, is_recomputed: bool) -> int:
         """Highest memory of the trainer. Args: is_recomputed: with --gradient-checkpointing"""
         working = self.working_bytes[is_recomputed] + self.gap_bytes
-        kept, ranks = self.kept, self.machine.ranks
-        of_rank = kept.of_leader(ranks) if self.settings.fsdp and ranks > 1 else kept.total
-        return of_rank + working + self.machine.trainer_reserve
+        kept, ranks = self.kept.total, self.machine.ranks
+        if self.settings.fsdp and ranks > 1:
+            kept = kept // ranks + collected_bytes(self.policy)
+        return kept + working + self.machine.trainer_reserve
 
     @property
     def fits(self) -> bool:

@@ -87,10 +87,11 @@ def holding(run: Run) -> Callable[..., int]:
     """The least memory of a GPU that holds micro-batches of so many tokens, and a server unless
     the GPU is not shared."""
 
-    def gpu_bytes(tokens: int, *, is_shared: bool = True) -> int:
-        settings = settings_of(run.model, run.save_path, 1, {"tokens_per_micro_batch": tokens})
+    def gpu_bytes(tokens: int, *, is_shared: bool = True, ranks: int = 1, **options: Any) -> int:
+        given = {"tokens_per_micro_batch": tokens, **options}
+        settings = settings_of(run.model, run.save_path, 1, given)
         plan = memory_plan(settings)
-        of_gpu = chosen_plan(settings, plan.policy, GPU)
+        of_gpu = chosen_plan(settings, plan.policy, replace(GPU, ranks=ranks))
         needed = of_gpu.trainer_bytes(False) + MARGIN * of_gpu.working_bytes[False]
         return int(needed / (1 - is_shared * settings.gpu_memory_utilization)) + 1
 
@@ -150,5 +151,8 @@ def test_the_number_is_chosen_on_gpus_unless_the_user_names_it(
     assert chosen(larger, ranks=Two(other_bytes=least)) == 8192
     assert chosen(smaller, ranks=Two(other_bytes=80 * GIB)) == 8192
     assert chosen(smaller, ranks=Two(other_bytes=least - 1)) == 4096
-    assert chosen(smaller, ranks=Two(other_bytes=least - 1), mode="none", fsdp=True) == 8192
+    divided = {"mode": "none", "fsdp": True}
+    least = holding(8192, is_shared=False, ranks=2, **divided)
+    assert chosen(larger, ranks=Two(other_bytes=least), **divided) == 8192
+    assert chosen(larger, ranks=Two(other_bytes=least - 2), **divided) == 4096
     assert chosen(replace(GPU, is_gpu=False)) is None
