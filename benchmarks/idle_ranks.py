@@ -117,8 +117,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = [
-        f"`python -m benchmarks.idle_ranks --data DIRECTORY` on {today()}: the share of the ranks' time in which "
-        f"they wait for the costliest micro-batch of each round, of at most {BUDGET:,} tokens. By "
+        f"`python -m benchmarks.idle_ranks --data DIRECTORY` on {today()}: the share of the ranks' "
+        "time in which they wait for the costliest micro-batch of each round, of at most "
+        f"{BUDGET:,} tokens. By "
         f"the CPU seconds of each micro-batch (median of {ROUNDS}), and in brackets by its "
         "operations, as `train/rank_idle_fraction`. Questions of GSM8K, 8 completions each, as "
         "long as answers; a model of 2 layers, 128 wide.",
