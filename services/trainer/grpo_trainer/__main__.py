@@ -21,7 +21,7 @@ from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.errors import EXIT_FAILED, EXIT_LOST, LostRank
-from grpo_trainer.stop import Stop
+from grpo_trainer.stop import STARTED_BY, Stop
 
 LESS_MEMORY = (
     "try --gradient-checkpointing, or lower --tokens-per-micro-batch or the server's share"
@@ -32,6 +32,8 @@ GOES_ON = "Checkpoints are intact: start the trainer again, and it resumes"
 def main(argv: Sequence[str] | None = None) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()  # torchrun gives its ranks sessions of their own: they outlive its kill
+        if os.environ.get(STARTED_BY) not in (None, str(os.getppid())):  # it was killed before that
+            raise SystemExit(EXIT_LOST)
     words = sys.argv[1:] if argv is None else argv
     line = load_settings(CommandLine, words, at_start=True)
     settings = line.settings()
@@ -71,10 +73,11 @@ def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
     stop.listen()
     prepare_cpu()
 
-    from grpo_trainer.ranks import process_group, settings_of_rank
+    from grpo_trainer.ranks import process_group, settings_of_leader, settings_of_rank
     from grpo_trainer.train import train
 
     with process_group(processes) as ranks:
+        settings = settings_of_leader(settings, ranks)
         train(settings_of_rank(settings, processes), ranks, stop)
 
 

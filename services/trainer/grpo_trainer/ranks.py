@@ -24,6 +24,7 @@ from typing import TypeVar
 import structlog
 import torch
 import torch.distributed as dist
+from pydantic import SecretStr
 from torch import Tensor
 
 from grpo_core.tree.optim import ProcessOptions
@@ -217,6 +218,18 @@ def join(options: ProcessOptions) -> Ranks:
         )
         dist.barrier()
     return ranks
+
+
+def settings_of_leader(settings: TrainerSettings, ranks: Ranks) -> TrainerSettings:
+    """Rank 0's settings, without its secrets, with the model as this host names it."""
+    if ranks.count == 1:
+        return settings
+    secret = {name for name, value in settings if isinstance(value, SecretStr)}
+    text = ranks.broadcast(settings.model_dump_json(exclude=secret), "the settings")
+    if ranks.leads:
+        return settings
+    found = TrainerSettings.model_validate_json(text)
+    return found.model_copy(update={"model": settings.model})
 
 
 def settings_of_rank(settings: S, options: ProcessOptions) -> S:

@@ -287,8 +287,10 @@ def follow_training(whole: WholeRun, stack: Stack, done: int = 0) -> list[StepRe
         if whole.show_evaluations():
             last_step_at = time.monotonic()
         for record in metrics.read_new():
-            if record.step <= done:
+            at = record.step - done - 1
+            if at < 0 or records[at : at + 1] == [record]:
                 continue
+            del records[at:]  # ranks that started again repeat the steps after their checkpoint
             if not records:
                 screen.lines(legend_lines(record), style="dim")
                 if settings.resumed:  # a trainer that refuses its settings leaves the earlier ones
