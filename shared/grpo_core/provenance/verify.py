@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -99,25 +99,28 @@ def _verify_checkpoints(provenance: Provenance, found: Findings) -> None:
             continue
         try:
             found.problems += _problems_of_state(provenance, directory, line)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             found.problems.append(f"{directory}: cannot be read: {error}")
 
 
 def _problems_of_state(provenance: Provenance, directory: Path, line: Publication) -> Iterator[str]:
     start = provenance.start_of(line)
     record = _VerifiedRecord.model_validate_json((directory / RECORD).read_bytes())
-    parts = [_SavedPart.of(directory / name) for name in sorted(record.files)]
+    heads = {directory / name: head_of(directory / name) for name in sorted(record.files)}
     for (name, dtype, shape), digest in zip(start.tensors, line.digests, strict=True):
-        held = [(part, found) for part in parts if (found := part.find(_MASTER + name))]
-        places = ", ".join(str(part.path) for part, _ in held)
-        if not held:
-            raise KeyError(name)
-        if {found.dtype for _, found in held} != {dtype} or _joined_shape(held) != shape:
-            yield f"{places}: {name} has another type or shape"
+        held = {
+            path: (_Held.model_validate(head[_MASTER + name]), 8 + head_bytes)
+            for path, (head, head_bytes) in heads.items()
+            if _MASTER + name in head
+        }
+        rows = [one.shape for one, _ in held.values()]
+        joined = (sum(of_rank[0] for of_rank in rows), *rows[0][1:]) if rows[1:] else rows[0]
+        if {one.dtype for one, _ in held.values()} != {dtype} or joined != shape:
+            yield f"{_listed(held)}: {name} has another type or shape"
             continue
-        data = b"".join(part.read(name, found) for part, found in held)
+        data = b"".join(_bytes_of(path, name, *place) for path, place in held.items())
         if _of_rows(data, shape, start.parts) != digest:
-            yield f"{places}: {name} is not that of version {line.version}"
+            yield f"{_listed(held)}: {name} is not that of version {line.version}"
     for name, written in record.files.items():
         with (directory / name).open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -125,33 +128,17 @@ def _problems_of_state(provenance: Provenance, directory: Path, line: Publicatio
             yield f"{directory / name}: its content has changed since it was written"
 
 
-@dataclass(frozen=True)
-class _SavedPart:
-    """A file of a checkpoint: all tensors, or one rank's rows of them."""
-
-    path: Path
-    head: dict[str, Any]
-    head_bytes: int
-
-    @classmethod
-    def of(cls, path: Path) -> _SavedPart:
-        return cls(path, *head_of(path))
-
-    def find(self, key: str) -> _Held | None:
-        return _Held.model_validate(self.head[key]) if key in self.head else None
-
-    def read(self, name: str, held: _Held) -> bytes:
-        begin, end = held.data_offsets
-        if 8 + self.head_bytes + end > self.path.stat().st_size:
-            raise ValueError(f"{self.path.name} ends before {name} does")
-        with self.path.open("rb") as file:
-            file.seek(8 + self.head_bytes + begin)
-            return file.read(end - begin)
+def _listed(paths: Iterable[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
-def _joined_shape(held: Sequence[tuple[_SavedPart, _Held]]) -> tuple[int, ...]:
-    first = held[0][1].shape
-    return first if len(held) == 1 else (sum(one.shape[0] for _, one in held), *first[1:])
+def _bytes_of(path: Path, name: str, held: _Held, start: int) -> bytes:
+    begin, end = held.data_offsets
+    if start + end > path.stat().st_size:
+        raise ValueError(f"{path.name} ends before {name} does")
+    with path.open("rb") as file:
+        file.seek(start + begin)
+        return file.read(end - begin)
 
 
 def _of_rows(data: bytes, shape: Sequence[int], parts: int) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
@@ -72,8 +72,10 @@ class SavedTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, directory: Path, place: Place) -> None:
-        self._reader, self._place = _Reader(directory), place
-        self._facts = self._reader.read_metadata().state_dict_metadata
+        self._reader, self._place = HuggingFaceStorageReader(str(directory)), place
+        heads = self._reader.read_metadata()  # once, not for each tensor
+        self._reader.read_metadata = lambda: heads  # type: ignore[method-assign]
+        self._facts = heads.state_dict_metadata
 
     def __getitem__(self, path: str) -> Tensor:
         facts = self._facts[path]
@@ -90,14 +92,3 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._facts)
-
-
-class _Reader(HuggingFaceStorageReader):
-    """Reads the heads of the files once."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(str(directory))
-        self._heads = super().read_metadata()
-
-    def read_metadata(self) -> Metadata:
-        return self._heads
