@@ -114,6 +114,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel("Tokens per second, trained", _of("throughput/tokens_per_s", "train/tokens_per_s")),
         Panel("Share of the device's rate (MFU)", _of("train/mfu"), "percentunit"),
+        Panel("Ranks that wait for others", _of("train/rank_idle_fraction"), "percentunit"),
         Panel(
             "Tokens per second, sampled",
             [Line("rate(vllm:generation_tokens_total{$}[1m])", "{{instance}}")],

@@ -198,6 +198,7 @@ TITLES: Mapping[str, tuple[str, str]] = {
     "distill/reverse_kl": ("Divergence from the teacher", "nats"),
     "train/tokens_per_s": ("Training speed", "tokens/s"),
     MFU: ("Share of the device's measured rate (MFU)", ""),
+    "train/rank_idle_fraction": ("Share of time in which ranks wait for others", ""),
 }
 """Title and unit of a metric, in the order of the page."""
 
