@@ -193,6 +193,7 @@ class AdamW8bit(UpdateRule):
         """Blocks that other ones have divided are quantised again."""
         if "absmax1" not in saved:
             return saved
+        saved = {kind: tensor.cpu() for kind, tensor in saved.items()}
         found, parts = dict(saved), saved["absmax1"].shape[:-1].numel()
         of_saved, of_own = (-(-shape[0] // n) * shape[1:].numel() for n in (parts, count))
         at = torch.arange(saved["state1"].numel()) + min(index * of_own, shape.numel())
