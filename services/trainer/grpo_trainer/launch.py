@@ -43,7 +43,7 @@ from grpo_core.listening import LOOPBACK
 from grpo_core.temporary import temporary_directory
 from grpo_core.tree.optim import ProcessOptions
 from grpo_trainer.errors import EXIT_LOST, LostRank
-from grpo_trainer.stop import STOP_SIGNALS
+from grpo_trainer.stop import STARTED_BY, STOP_SIGNALS
 
 MAX_RESTARTS = 10
 """On one host. An end that others see as the end of this host does not count."""
@@ -77,6 +77,7 @@ def launch(options: ProcessOptions, words: Sequence[str]) -> int:
         raise TooFewGpus(f"--ranks {options.ranks}: this host has {gpus} GPUs; each rank needs one")
     os.environ.setdefault(THREADS, str(max(1, CPU.cores // options.ranks)))
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store for each start of the ranks
+    os.environ[STARTED_BY] = str(os.getpid())
     while True:
         try:
             return _run_ranks(options, words)

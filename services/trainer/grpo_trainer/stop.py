@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STARTED_BY = "GRPO_RANK_STARTED_BY"
+"""Variable of a rank: process id of the command that started it."""
 
 
 @dataclass

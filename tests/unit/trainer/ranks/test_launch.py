@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_runs.process.ports import free_port
@@ -124,6 +125,15 @@ def test_a_signal_ends_all_ranks(
     run.process.send_signal(number)
     assert run.ended() == status
     assert run.pids().keys() == {"0-0", "1-0"}
+
+
+def test_a_rank_does_not_begin_if_its_starter_has_ended(launch: Callable[..., Launch]) -> None:
+    """Otherwise all ranks of a command that was killed while they started would train for ever."""
+    run = launch("waits", *RANKS)
+    started = wait_for(psutil.Process(run.process.pid).children, lambda ranks: len(ranks) == 2)
+    run.process.kill()
+    wait_for(lambda: [*map(is_alive, (rank.pid for rank in started))], lambda left: not any(left))
+    assert not run.pids()
 
 
 @pytest.mark.full
