@@ -129,6 +129,7 @@ class Bench:
         )
         saver: Any = SimpleNamespace(
             seconds=None,
+            poll=lambda: None,
             batch_skipped=lambda at: self.skipped.append(at.batch_id),
             is_due=lambda _: False,
             step_taken=lambda _: None,
