@@ -34,11 +34,11 @@ class Background:
 
     def finished(self, *, wait: bool) -> Any:
         """The result of a save once it is there, else None. Raises its errors."""
-        pending = self._pending
-        if pending is None or not (wait or pending.done()):
+        if self._pending is None or not (wait or self._pending.done()):
             return None
+        found = self._pending.result()
         self._pending = None
-        return pending.result()
+        return found
 
     def close(self) -> None:
         """Wait for the thread."""

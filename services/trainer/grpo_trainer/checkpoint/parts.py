@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,30 +36,28 @@ def part_name(index: int, count: int) -> str:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A rank's part of a checkpoint in host memory. Args: offsets: of each tensor in the whole"""
+    """A rank's part of a checkpoint in host memory. Args: places: of each tensor in the whole"""
 
     tensors: Mapping[str, Tensor]
-    offsets: Mapping[str, Sequence[int]]
+    places: Mapping[str, object]
 
     @classmethod
     def copied(cls, tensors: Mapping[str, Tensor], *, leads: bool) -> StatePart:
         """Args: tensors: DTensors, and tensors that all ranks have, which rank 0 saves"""
-        found, offsets = dict[str, Tensor](), dict[str, Sequence[int]]()
+        found, places = dict[str, Tensor](), dict[str, object]()
         for path, tensor in tensors.items():
-            own = own_part(tensor.detach())
+            own, offsets = own_part(tensor.detach()), [0] * tensor.dim()
             if isinstance(tensor, DTensor):
                 (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-                offsets[path] = chunk.offsets
-            elif leads:
-                offsets[path] = [0] * tensor.dim()
-            if path in offsets and (own.numel() or not isinstance(tensor, DTensor)):
+                offsets = [*chunk.offsets]
+            if own.numel() and (leads or isinstance(tensor, DTensor)):
                 found[path] = own.to("cpu", copy=True)
-        return cls(found, offsets)
+                places[path] = {"saved_offsets": offsets}
+        return cls(found, places)
 
     def write(self, path: Path) -> str:
         """Write the part to disk; returns the file's SHA-256 in hexadecimal. Raises `OSError`."""
-        places = {path: {"saved_offsets": [*self.offsets[path]]} for path in self.tensors}
-        return write_tensors(self.tensors, path, {"DCP_SHARDING_INFO": json.dumps(places)})
+        return write_tensors(self.tensors, path, {"DCP_SHARDING_INFO": json.dumps(self.places)})
 
 
 class SavedTensors(Mapping[str, Tensor]):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ class Bench:
         return 200, {"status": "success", "acknowledged": batch_id, "released": 1}
 
 
-@contextmanager
+@contextlib.contextmanager
 def bench(directory: Path, **changes: Any) -> Iterator[Bench]:
     save_path = directory / "saved"
     tokenizer, model = build_tokenizer(), build_model(260, TinySpec(layers=1, width=32))
@@ -159,7 +160,10 @@ def test_training_goes_on_while_a_state_is_written_and_its_batches_wait(tmp_path
     """The state is that of the step, whatever the weights are meanwhile. The next one comes
     after it."""
     may_write = threading.Event()
-    with bench(tmp_path, checkpoint_interval=0, state_interval=1) as rig:
+    with (
+        bench(tmp_path, checkpoint_interval=0, state_interval=1) as rig,
+        contextlib.closing(SimpleNamespace(close=may_write.set)),
+    ):
         saver, masters = rig.saver, rig.saver.learner.optimizer.masters
         saver.begin(START, is_saved=False)
         saved, save = [masters[0].clone()], saver.store.save
