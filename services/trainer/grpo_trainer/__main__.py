@@ -69,7 +69,7 @@ def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
             reason=reason,
             hint="start run-api, or check --run-api-url; the trainer retries",
         )
-    stop = Stop(defers=processes.world_size == 1)
+    stop = Stop(defers=True)
     stop.listen()
     prepare_cpu()
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound=TrainerSettings)
 
 _TEXT_BYTES = 512
-END, SAVE, LOAD = "end", "save", "load"
+END, SAVE, LOAD, STOP = "end", "save", "load", "stop"
 """Orders. END is the last of some."""
 
 
@@ -174,20 +174,20 @@ class Orders:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.actions: dict[str, Callable[[int], object]] = {}
-        self._are_followed = False
+        self.are_followed = False
 
     def begin(self) -> None:
         """Rank 0 works alone from here to `end`, while the other ranks call `follow`."""
-        self._are_followed = self.ranks.leads and self.ranks.count > 1
+        self.are_followed = self.ranks.leads and self.ranks.count > 1
 
     def give(self, name: str, number: int = 0) -> None:
         """Let the other ranks do it at the same time, if they follow."""
-        if self._are_followed:
+        if self.are_followed:
             self.ranks.broadcast((name, number))
 
     def end(self) -> None:
         self.give(END)
-        self._are_followed = False
+        self.are_followed = False
 
     def follow(self) -> None:
         """Called on ranks above 0, until rank 0 calls `end`."""

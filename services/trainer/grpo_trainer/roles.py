@@ -7,6 +7,8 @@ Each begins with its function `open_...`, and has the same verbs. What `Lead` se
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -38,7 +40,7 @@ from grpo_trainer.learner import GradientStats, Learner, Meanwhile, load_learner
 from grpo_trainer.memory_plan import with_micro_batch
 from grpo_trainer.model.logprobs import tolerance_of
 from grpo_trainer.model.policy import device_of, limits_of
-from grpo_trainer.ranks import LOAD, SAVE, Ranks
+from grpo_trainer.ranks import LOAD, SAVE, STOP, Ranks
 from grpo_trainer.telemetry.metrics import StepOutcome
 from grpo_trainer.telemetry.provenance import ProvenanceLog, recorded_steps
 from grpo_trainer.telemetry.sinks import Recorder, begin_records, open_sinks
@@ -196,6 +198,12 @@ class Lead:
         """The run is over."""
         self.learner.orders.end()
 
+    def stop(self) -> None:
+        """After a stop signal between two steps: save a checkpoint, and end the other ranks."""
+        if self.learner.ranks.count == 1 or self.learner.orders.are_followed:
+            self.saver.stop()
+            self.learner.orders.give(STOP)
+
 
 @dataclass(frozen=True)
 class OtherRank:
@@ -341,6 +349,7 @@ def open_other_rank(
     learner.orders.actions |= {
         SAVE: lambda _: checkpoints.begin(learner.optimizer.tensors(learner.names), save_part),
         LOAD: lambda _: _load_part(learner, Path(saved[1] if saved else "")),
+        STOP: lambda _: sys.exit(128 + signal.SIGTERM),
     }
     learner.follow()
     return OtherRank(learner), Position(steps_taken, 0, 0)

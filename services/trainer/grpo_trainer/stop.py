@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+FOLLOW_S = 60
+"""All ranks of a host get a stop signal. Rank 0 first finishes a step and saves a checkpoint."""
 STARTED_BY = "GRPO_RANK_STARTED_BY"
 """Variable of a rank: process id of the command that started it."""
 
@@ -17,11 +19,12 @@ class Stop:
     """Ends the process at a signal: at once, or at the end of a step.
 
     `defers`: the first signal during a step waits for the step's end, and a checkpoint is saved.
-    With several ranks neither is possible, because the others end at once. `number`: of the
-    deferred signal.
+    `follows`: the process waits up to `FOLLOW_S` until rank 0 ends it. `number`: of the first
+    signal.
     """
 
     defers: bool = False
+    follows: bool = False
     in_step: bool = False
     number: int | None = None
 
@@ -35,10 +38,13 @@ class Stop:
         self.in_step = True
         yield
         self.in_step = False
-        if self.number is not None:
+        if self.number is not None and not self.follows:
             raise SystemExit(128 + self.number)
 
     def _handle(self, number: int, _frame: object) -> None:
-        is_first, self.number = self.number is None, number
-        if not (self.defers and self.in_step and is_first):
-            raise SystemExit(128 + number)
+        is_first, self.number = self.number is None, self.number or number
+        if is_first and self.follows:
+            signal.signal(signal.SIGALRM, self._handle)
+            signal.alarm(FOLLOW_S)
+        elif not (self.defers and self.in_step and is_first):
+            raise SystemExit(128 + self.number)

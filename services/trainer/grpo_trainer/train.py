@@ -45,12 +45,13 @@ def train(settings: TrainerSettings, ranks: Ranks = ALONE, stop: Stop | None = N
         if opened is None:
             return
         role, position = opened
+        stop.follows = not ranks.leads
         try:
             for _ in training_steps(role, position, stop):
                 pass
         except SystemExit:
             if isinstance(role, Lead) and stop.defers and not stop.in_step:
-                role.saver.stop()
+                role.stop()
             raise
         if isinstance(role, Lead) and settings.benchmark:
             role.recorder.report_times()

@@ -11,64 +11,66 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
+from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.errors import GrpoError
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_trainer import __main__ as command
+from grpo_trainer import train
 from grpo_trainer.ranks import ALONE, Ranks
 from grpo_trainer.stop import Stop
 
 DIRECTORY, ACT = "LAUNCHED_DIRECTORY", "LAUNCHED_ACT"
-WAITING, STEPS_BEFORE_IT = "waiting", 2
+WAITING, BATCHES_BEFORE_IT = "waiting", 3
+_train = train.train
 
 
 def _act(settings: TrainerSettings, ranks: Ranks = ALONE, stop: Stop | None = None) -> None:
     directory, act = Path(os.environ[DIRECTORY]), os.environ[ACT]
-    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    start = os.environ["TORCHELASTIC_RESTART_COUNT"]
     (directory / f"{ranks.index}-{start}").write_text(str(os.getpid()))
     if act == "fails" and not ranks.leads:
         raise GrpoError("the options of this rank are wrong")
-    if act != "trains":
-        if ranks.leads:
-            _wait(directory)
-        ranks.broadcast(None)
-    else:
-        _train(settings, ranks, stop or Stop(), start)
+    if act == "trains":
+        _train_on(directory, start, settings, ranks, stop)
+    elif ranks.leads:
+        _wait(directory)
+    ranks.broadcast(None)
 
 
-def _wait(directory: Path) -> None:
+def _wait(directory: Path) -> NoReturn:
     (directory / WAITING).touch()
     while True:
         time.sleep(0.1)
 
 
-def _train(settings: TrainerSettings, ranks: Ranks, stop: Stop, start: int) -> None:
-    """Rank 0 writes each step into `DIRECTORY/steps-START`, and waits behind two steps of the first
-    start."""
+def _train_on(
+    directory: Path, start: str, settings: TrainerSettings, ranks: Ranks, stop: Stop | None
+) -> None:
+    """Notes each batch in `DIRECTORY/batches-START`. In the first start, rank 0 waits for its end
+    after some of them."""
     from grpo_runs.offline.local import WeightsInProcess
-    from grpo_trainer.train import open_run, training_steps
     from tests.unit.trainer.ranks.test_loop import Queue
+
+    class Noted(Queue):
+        def poll(self, *_: object) -> LeasedBatch:
+            if start == "0" and self.given == BATCHES_BEFORE_IT:
+                _wait(directory)
+            with (directory / f"batches-{start}").open("a") as file:
+                file.write(f"{self.given + 1} ")
+            return super().poll()
 
     @contextlib.contextmanager
     def weights(settings: TrainerSettings) -> Iterator[WeightsInProcess]:
         yield WeightsInProcess(settings, samples=True)
 
-    directory = Path(os.environ[DIRECTORY])
-    queue: Any = Queue(full_before=())
-    with open_run(settings, queue, weights, ranks) as opened:
-        assert opened is not None
-        for position in training_steps(*opened, stop):
-            if ranks.leads:
-                with (directory / f"steps-{start}").open("a") as steps:
-                    steps.write(f"{position.step} ")
-                if start == 0 and position.step == STEPS_BEFORE_IT:
-                    _wait(directory)
+    queue = contextlib.nullcontext(Noted(full_before=()))
+    vars(train).update(TrainerClient=lambda *_: queue, open_weight_sync=weights)
+    _train(settings, ranks, stop)
 
 
 if __name__ == "__main__":
-    import grpo_trainer.train
-
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank
-        grpo_trainer.train.train = _act
+        train.train = _act
     command.main()

@@ -97,8 +97,8 @@ def test_all_ranks_start_again_after_one_was_killed(launch: Callable[..., Launch
     os.kill(run.pids()["1-0"], signal.SIGKILL)
     assert run.ended() == 0, run.log.read_text()
     assert run.pids().keys() == {"0-0", "1-0", "0-1", "1-1"}
-    assert run.read("steps-0") == "1 2 "
-    assert run.read("steps-1") == "3 4 ", "it did not resume"
+    assert run.read("batches-0") == "1 2 3 "
+    assert run.read("batches-1") == "4 5 ", "it did not resume"
     assert (run.directory / "save" / "final_model").is_dir()
 
 
@@ -125,6 +125,17 @@ def test_a_signal_ends_all_ranks(
     run.process.send_signal(number)
     assert run.ended() == status
     assert run.pids().keys() == {"0-0", "1-0"}
+
+
+def test_a_stop_between_two_steps_saves_every_part_of_a_checkpoint(
+    launch: Callable[..., Launch],
+) -> None:
+    run = launch("trains", *RANKS, "--fsdp", "--state-interval", "100")
+    run.wait_until_held()
+    run.process.terminate()
+    assert run.ended() == 143
+    (saved,) = (run.directory / "save" / "trainer_state").glob("*_step_2")
+    assert len([*saved.glob("*.safetensors")]) == 2
 
 
 def test_a_rank_does_not_begin_if_its_starter_has_ended(launch: Callable[..., Launch]) -> None:
