@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scale import gathered_bytes
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_trainer.memory_plan import collected_bytes
+from grpo_trainer.memory_plan import GIB, MemoryBudget, chosen_plan, collected_bytes
 from grpo_trainer.model.division import Division
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.loading import HOST
@@ -79,3 +79,15 @@ def test_a_rank_collects_two_layers_and_all_that_is_outside_of_layers() -> None:
     for parameter in policy.parameters():
         parameter.requires_grad_(False)
     assert collected_bytes(policy) == 2 * outside + layer * 2 * 2
+
+
+@pytest.mark.parametrize(("fsdp", "parts"), [(False, 1), (True, 4)])
+def test_the_plan_divides_what_a_divided_rank_keeps(fsdp: bool, parts: int) -> None:
+    fields = {"model": "m", "mode": "none", "world_size": 4, "optimizer": "adamw", "fsdp": fsdp}
+    settings = CommandLine.model_validate(fields | {"tokens_per_micro_batch": 128}).settings()
+    machine = MemoryBudget(True, "a GPU", 80 * GIB, GIB, 2 * GIB, ranks=4)
+    plan = chosen_plan(settings, qwen(torch.bfloat16), machine)
+    collected = collected_bytes(plan.policy) if fsdp else 0
+    assert plan.trainer_bytes(is_recomputed=False) == (
+        plan.kept.total // parts + collected + plan.working_bytes[False] + GIB
+    )
