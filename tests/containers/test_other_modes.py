@@ -4,6 +4,7 @@ files, and server and trainer in one container, for clusters that cannot give on
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_a_mode_publishes_its_weights_saves_them_and_drops_nothing(
     summary = json.loads((tmp_path / mode / "benchmark.json").read_text())
     assert (summary["restarts"], summary["dropped_requests"]) == (RESTARTS[mode], 0)
     assert set(stacks[mode].restarts().values()) == {0}  # of containers
+    assert re.search("weights.unprotected .*port=26756 ", stacks[mode].logs(tail=1000))
     start = json.loads((tmp_path / mode / "provenance.jsonl").read_text().splitlines()[0])
     assert start["machine"]["ranks"] == RANKS.get(mode, 1)
 
