@@ -209,9 +209,5 @@ class NotPublished(WeightSyncError):
     """No server served the new weights within `--publish-deadline-s`."""
 
 
-class TransferFailed(GrpoError):
-    """A process group did not bring weights to all of its servers. They are written as files."""
-
-
 class ServedWeightsDiffer(WeightSyncError):
     """The server's logprobs do not match the trainer's weights."""

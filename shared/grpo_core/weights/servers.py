@@ -93,6 +93,10 @@ class ServerStatus(VersionedRecord):
     """Directory of the served weights on the server's host."""
     dtype: str = ""
     """Data type of the engine's weights; "" before the first engine."""
+    device: str = ""
+    """For example "cpu" or "cuda"."""
+    workers: int = 0
+    """That can join a process group of the trainer; 0 if they cannot."""
     reason: str = ""
     """Why no weights are served, or the newest version is not."""
     fetching: str = ""

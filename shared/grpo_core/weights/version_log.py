@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from grpo_core.deadline import Deadline
-from grpo_core.errors import GrpoError, parsing
+from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, RedisConnection, words
 from grpo_core.redis.keys import run_prefix
 from grpo_core.weights.collective import GroupAddress, group_key
@@ -157,13 +157,9 @@ class VersionLog(RedisConnection):
         found = self.call("XREVRANGE", versions_key(self.run_id), "+", "-", "COUNT", 1)
         return Announcement.from_wire(found[0][1]) if found else None
 
-    def invite(self, address: GroupAddress | None) -> None:
-        """Let the workers of all servers join this process group; None: no one any more."""
-        key = group_key(self.run_id)
-        if address is None:
-            self.call("DEL", key)
-        else:
-            self.call("SET", key, address.model_dump_json())
+    def invite(self, address: GroupAddress) -> None:
+        """Let the workers of the servers join this process group."""
+        self.call("SET", group_key(self.run_id), address.model_dump_json())
 
     def servers(self) -> list[ServerStatus]:
         """All servers that are not gone, by name."""
@@ -203,13 +199,9 @@ class ServerVersionLog(AsyncRedisConnection):
         found = await self.call("XREVRANGE", key, "+", "-", "COUNT", 1)
         return Announcement.from_wire(found[0][1]) if found else None
 
-    async def group(self) -> GroupAddress | None:
-        """The trainer's newest process group; None without one."""
-        found = await self.call("GET", group_key(self._run_id))
-        if found is None:
-            return None
-        with parsing("the address of the process group in Redis has invalid fields"):
-            return GroupAddress.model_validate_json(found)
+    async def group(self) -> str:
+        """The trainer's newest `GroupAddress` as JSON; "" without one."""
+        return str(await self.call("GET", group_key(self._run_id)) or "")
 
     async def next(self, after: PolicyVersion) -> Announcement | None:
         """The newest version above `after`. Waits up to a second for one; None if there is none."""

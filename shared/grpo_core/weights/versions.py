@@ -113,6 +113,10 @@ class Manifest(BaseModel):
             return cls.model_validate_json(text)
 
     @property
+    def text(self) -> str:
+        return self.model_dump_json(exclude_defaults=True)
+
+    @property
     def digest(self) -> str:
         """SHA-256 over the names and chunk digests of the result: equal for equal weights, however
         they travel."""

@@ -62,6 +62,9 @@ class Log:
         except TimeoutError:
             return None
 
+    async def group(self) -> str:
+        return ""
+
     async def others(self) -> list[ServerStatus]:
         return self.shared.others
 

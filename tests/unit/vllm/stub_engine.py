@@ -69,6 +69,7 @@ class StubEngine:
             {
                 "policy_version": self.version,
                 **{"state": "serving", "reason": "", "adapter": adapter, "dtype": DTYPE},
+                **{"device": "cpu", "workers": 0},
                 **{"in_flight": len(self.in_flight), "generation_tokens": 7, "in_use": []},
             }
         )

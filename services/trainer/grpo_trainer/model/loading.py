@@ -30,6 +30,7 @@ from grpo_trainer.errors import (
 from grpo_trainer.model.adapter import trained_parameters, with_adapter
 from grpo_trainer.model.division import whole_tensors
 from grpo_trainer.model.policy import CausalLM
+from grpo_trainer.model.weights_file import WEIGHTS, weights_file
 from grpo_trainer.ranks import Ranks
 
 log = structlog.get_logger()
@@ -183,14 +184,11 @@ class TrainedWeights:
             if with_tokenizer:
                 load_tokenizer(self.model_name, transformers).save_pretrained(directory)
 
-    def write_configuration(self, policy: CausalLM, directory: Path) -> None:
-        """Write the files of the model except its weights. Raises `OSError`."""
-        write_model(policy, self.model_name, directory, with_weights=False)
-
-    def write_into(self, policy: CausalLM, directory: Path) -> None:
-        """Write the files of the model or adapter. Raises `OSError`, `SafetensorError`."""
+    def write_into(self, policy: CausalLM, directory: Path, with_weights: bool = True) -> None:
+        """Write the files of the model, perhaps without its weights, or of the adapter. Raises
+        `OSError`, `SafetensorError`."""
         if self.lora is None:
-            write_model(policy, self.model_name, directory)
+            write_model(policy, self.model_name, directory, with_weights)
         else:
             write_adapter(policy, directory)
 
@@ -247,18 +245,18 @@ def write_model(
     """Write weights, configuration and generation configuration in transformers' format."""
     from transformers import GenerationConfig
 
-    # transformers would take views of one storage for tied weights, so save separate tensors. They
-    # are copied to the host, because a GPU may have no room for a second copy of the model.
-    whole = whole_tensors(policy) if with_weights else ()
-    tensors = {name: t.to("cpu", copy=True) for name, t in whole}
     own = policy.generation_config
     # transformers refuses to save some files that it has read, for example with a temperature and
     # without do_sample, so the model's file is copied as it is.
     policy.generation_config = GenerationConfig.from_model_config(policy.config)
     try:
-        save_pretrained(policy, directory, state_dict=tensors)
+        save_pretrained(policy, directory, state_dict={})
     finally:
         policy.generation_config = own
+    if with_weights:
+        with (directory / WEIGHTS).open("wb") as weights:
+            for piece in weights_file(policy)[1]:
+                weights.write(piece.cpu().numpy().data)
     if (file := _generation_config_file(model_name)) is not None:
         shutil.copyfile(file, directory / file.name)
 

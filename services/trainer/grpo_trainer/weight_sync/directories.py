@@ -78,23 +78,12 @@ class VersionDirectories:
                 for name in manifest.deltas:
                     (directory / (name + DELTA_SUFFIX)).unlink()
                 manifest, has_deltas = manifest.model_copy(update={"deltas": {}}), False
-            text = manifest.model_dump_json(exclude_defaults=True).encode()
-            (directory / MANIFEST).write_bytes(text)
-        kind = VersionKind.DELTA if has_deltas else VersionKind.FULL
-        if weights.kind is WeightKind.ADAPTER:
-            kind = VersionKind.ADAPTER
+            (directory / MANIFEST).write_text(manifest.text)
         parent = version_id(self._parent) if has_deltas and self._parent else NO_PARENT
         self._parent = version
         self._deltas = self._deltas + 1 if has_deltas else 0
         self._delta_bytes = self._delta_bytes + manifest.delta_bytes if has_deltas else 0
-        return Announcement(
-            **version.fields(),
-            kind=kind,
-            parent=parent,
-            digest=manifest.digest,
-            manifest_sha256=sha256_of(text),
-            bytes=manifest.delta_bytes if has_deltas else manifest.full_bytes,
-        )
+        return announcement_of(version, weights, manifest, parent)
 
     def write_files(
         self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM, reason: str
@@ -153,6 +142,21 @@ class VersionDirectories:
         if not self.root.is_dir():
             return []
         return [(v, path) for path in self.root.iterdir() if (v := _version_named(path.name))]
+
+
+def announcement_of(
+    version: PolicyVersion, weights: TrainedWeights, manifest: Manifest, parent: str = NO_PARENT
+) -> Announcement:
+    """Args: parent: id of the version to which deltas refer"""
+    kind = VersionKind.DELTA if parent else VersionKind.FULL
+    return Announcement(
+        **version.fields(),
+        kind=VersionKind.ADAPTER if weights.kind is WeightKind.ADAPTER else kind,
+        parent=parent,
+        digest=manifest.digest,
+        manifest_sha256=sha256_of(manifest.text.encode()),
+        bytes=manifest.delta_bytes if parent else manifest.full_bytes,
+    )
 
 
 def _deltas(directory: Path) -> list[Path]:

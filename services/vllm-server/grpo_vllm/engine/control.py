@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_core.errors import GrpoError
+from grpo_core.weights.collective import GroupAddress
 from grpo_core.wire.policy_version import PolicyVersion
 
 ENGINE_CALL_TIMEOUT_S = 30.0
@@ -55,6 +57,7 @@ class EngineControl:
         self._finished_first_tokens = finished_first_tokens
         self._stamps_versions = stamps_versions
         self.loads_weights = loads_weights
+        self._group = ""
 
     async def pause(self) -> None:
         """Stop sampling, keep requests in flight and clear the KV cache. If all requests in flight
@@ -77,9 +80,16 @@ class EngineControl:
         await self.name_weights(version)
         await self.resume()
 
-    async def join_group(self, invitation: dict[str, Any]) -> None:
-        """Let every worker join the trainer's process group. Returns before they have."""
-        given = {"init_info": invitation}
+    async def join_group(self, address: str, server: str, staging: Path) -> None:
+        """Let every worker join this process group, `GroupAddress` as JSON, if it is another one
+        than before, and made for this engine. Returns before they have joined."""
+        if address in ("", self._group) or not self.loads_weights:
+            return
+        self._group = address
+        pid, _ = GroupAddress.model_validate_json(address).servers.get(server, (0, 0))
+        if pid != os.getpid():
+            return
+        given = {"init_info": {"address": address, "server": server, "staging": str(staging)}}
         calling = self._engine.collective_rpc("init_weight_transfer_engine", kwargs=given)
         await _in_time("join a process group", calling)
 

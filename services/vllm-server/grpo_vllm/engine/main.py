@@ -103,8 +103,8 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         public = DrainingServer(_guarded(ReadinessGate(counted, *hold), settings, pages))
         app.state.server = public  # vLLM's error handler stops this server if the engine is dead
         drain = functools.partial(public.drain, park=channel.park, in_flight=in_flight)
-        dtype = dtype_name(engine.model_config.dtype)
-        status = engine_router(bridge, settings, dtype, in_flight, adapters, gate, drain)
+        facts = _facts(engine, bridge.engine.loads_weights)
+        status = engine_router(bridge, settings, facts, in_flight, adapters, gate, drain)
         private = DrainingServer(_app("vllm-server engine process", status))
         servers |= {public: plan.public, private: plan.private}
         log.info(
@@ -131,6 +131,16 @@ def _engine_control(engine: Any, shares_weights: bool) -> EngineControl:
         stamps_versions=STAMPS_VERSIONS,
         loads_weights=can_update_weights(),
     )
+
+
+def _facts(engine: Any, loads_weights: bool) -> dict[str, str | int]:
+    parallel = engine.vllm_config.parallel_config
+    can_join = loads_weights and parallel.data_parallel_size == 1
+    return {
+        "dtype": dtype_name(engine.model_config.dtype),
+        "device": device_type(engine),
+        "workers": parallel.world_size if can_join else 0,
+    }
 
 
 async def _public_app(

@@ -6,7 +6,7 @@ Pausing, sleeping and draining are offered to the trainer, the operator and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.bridge_config import BridgeConfig
-from grpo_core.weights.collective import GroupAddress
 from grpo_core.weights.directory_checks import (
     inside,
     require_complete,
@@ -86,19 +85,15 @@ class UpdateRequest(NameRequest):
     directory: Path
 
 
-class GroupRequest(_Body):
-    """`address`: of the trainer's process group."""
-
-    address: GroupAddress
-
-
 class StatusRequest(_Body):
-    """What the supervisor says with each query: see `FollowGate.note`."""
+    """What the supervisor says with each query: see `FollowGate.note` and
+    `EngineControl.join_group`."""
 
     behind: str = ""
     hold: bool = False
     head: str = ""
     staged: str = ""
+    group: str = ""
 
 
 class DrainRequest(_Body):
@@ -293,27 +288,25 @@ def state_of(bridge: WeightBridge, gate: FollowGate) -> EngineState:
 def engine_router(
     bridge: WeightBridge,
     settings: ServerSettings,
-    dtype: str,
+    facts: Mapping[str, str | int],
     in_flight: InFlight,
     adapters: AdapterSwitch | None,
     gate: FollowGate,
     drain: Callable[[float], None],
 ) -> APIRouter:
-    """The supervisor's routes. The engine ends after a drain, and after an update that failed."""
+    """The supervisor's routes. The engine ends after a drain, and after an update that failed.
+    Args: facts: `dtype`, `device` and `workers` of a `ServerStatus`"""
     router = APIRouter(prefix="/engine", route_class=ErrorHandlingRoute)
-
-    def require_updates() -> None:
-        if not bridge.engine.loads_weights:
-            raise BridgeConflict("this version of vLLM cannot load weights while it runs")
 
     @router.post("/status")
     async def post_status(request: StatusRequest) -> dict[str, Any]:
         gate.note(request.behind, request.hold, request.head, request.staged)
+        await bridge.engine.join_group(request.group, settings.server_name, settings.staging)
         refusal = bridge.refusal()
         return {
             "policy_version": list(bridge.version),
             "state": state_of(bridge, gate).value,
-            "dtype": dtype,
+            **facts,
             "in_use": adapters.directories_in_use() if adapters else [],
             "reason": refusal.reason if refusal else "",
             "adapter": adapters.current.described() if adapters and adapters.current else None,
@@ -328,16 +321,9 @@ def engine_router(
             await adapters.load(directory, version)
             await bridge.adopt(version)
             return {"pause_s": 0.0, "in_use": adapters.directories_in_use()}
-        require_updates()
+        if not bridge.engine.loads_weights:
+            raise BridgeConflict("this version of vLLM cannot load weights while it runs")
         return {"pause_s": round(await bridge.update(directory, version), 3), "in_use": []}
-
-    @router.post("/group")
-    async def post_group(request: GroupRequest) -> dict[str, str]:
-        require_updates()
-        address, staging = request.address.model_dump(), str(settings.staging)
-        invitation = {"address": address, "server": settings.server_name, "staging": staging}
-        await bridge.engine.join_group(invitation)
-        return {"status": "joining"}
 
     @router.post("/version")
     async def post_version(request: NameRequest) -> dict[str, str]:

@@ -20,7 +20,6 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.process import children, end_orphans, killed_with_parent
 from grpo_core.tree.server import ServerSettings
-from grpo_core.weights.collective import GroupAddress
 from grpo_core.weights.ref import WeightRef
 from grpo_core.weights.servers import EngineState
 from grpo_vllm.engine_protocol import EnginePlan, SupervisorEnd, receive_fact, send_plan
@@ -168,11 +167,6 @@ class Engine:
         answer = await self._ask("/engine/weights", body, LOAD_DEADLINE_S)
         return float(answer["pause_s"]), [str(path) for path in answer["in_use"]]
 
-    async def join(self, group: GroupAddress) -> None:
-        """Let the workers join the trainer's process group. Raises `EngineDoesNotAnswer`,
-        `EngineRefused`."""
-        await self._ask("/engine/group", {"address": group.model_dump()})
-
     async def rename_weights(self, version: tuple[int, int]) -> None:
         """Raises `EngineDoesNotAnswer`, `EngineRefused`."""
         await self._ask("/engine/version", {"policy_version": list(version)})
@@ -282,6 +276,8 @@ class EngineSlot:
         """True if the engine answered requests at the last status query."""
         self.dtype = ""
         """Data type of the engines' weights; "" until the first one has answered."""
+        self.device, self.workers = "", 0
+        """As in `ServerStatus`."""
 
     @property
     def generation_tokens(self) -> int:
@@ -329,7 +325,7 @@ class EngineSlot:
             return None
         self.answers = seen["state"] in ANSWERING
         self._tokens = seen["generation_tokens"]
-        self.dtype = seen["dtype"]
+        self.dtype, self.device, self.workers = seen["dtype"], seen["device"], seen["workers"]
         return seen
 
     async def end(self) -> int:

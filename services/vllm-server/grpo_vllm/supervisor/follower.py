@@ -47,7 +47,7 @@ fetch with a `Staged` without a directory, and after it."""
 @dataclass
 class Progress:
     """What the status reports. `head`: the newest announced version; `reason`: why it is not
-    served; `lacks`: id of the version that no source has."""
+    served; `lacks`: id of the version that no source has; `group`: the trainer's `GroupAddress`."""
 
     head: Announcement | None = None
     fetching: str = ""
@@ -55,6 +55,7 @@ class Progress:
     reason: str = ""
     refused: str = ""
     lacks: str = ""
+    group: str = ""
     fetch_s: float = 0.0
     pause_s: float = 0.0
     bytes: int = 0
@@ -299,6 +300,9 @@ class Follower:
                 head, known = await self._versions.head(), self.progress.head
                 if head is not None and (known is None or head.version > known.version):
                     self.progress.head = head
+                    self.changed.set()
+                if (group := await self._versions.group()) != self.progress.group:
+                    self.progress.group = group
                     self.changed.set()
             away_s, answered_at = clock() - answered_at, clock()
             if away_s > ABSENT_AFTER_S:

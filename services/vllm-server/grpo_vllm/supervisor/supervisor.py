@@ -12,7 +12,6 @@ with the previous weights follows.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Iterable
 from pathlib import Path
@@ -22,10 +21,8 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from grpo_core.deadline import Deadline
-from grpo_core.errors import ProtocolViolation
 from grpo_core.security import refuse
 from grpo_core.tree.server import ServerSettings
-from grpo_core.weights.collective import GroupAddress
 from grpo_core.weights.directory_checks import directory_digest
 from grpo_core.weights.ref import WeightKind, WeightRef
 from grpo_core.weights.servers import ABSENT_AFTER_S, REPORT_EVERY_S, ServerState, ServerStatus
@@ -48,14 +45,12 @@ from grpo_vllm.supervisor.ownership import RunOwner
 from grpo_vllm.supervisor.restart_policy import RestartPolicy
 from grpo_vllm.weights.fetch import Fetcher
 from grpo_vllm.weights.served_store import ServedStore, ServedWeights
-from grpo_vllm.weights.staging import NotFetched
 
 log = structlog.get_logger()
 
 END_MARGIN_S = 10.0
 """Time after a drain's deadline for writing the last answers and ending the engine."""
 RENAME_AGAIN_S = 1.0
-LOOK_FOR_GROUP_S = 0.5
 EXIT_FAILED = 1
 UNCHECKED = "this server is not yet known to fit the run"
 
@@ -137,6 +132,8 @@ class Supervisor:
             in_use=" ".join(sorted(in_use)),
             refused=progress.refused,
             lacks=progress.lacks,
+            device=slot.device,
+            workers=slot.workers,
             shares_weights=given.share_weights,
             fetch_s=progress.fetch_s,
             pause_s=progress.pause_s,
@@ -160,8 +157,7 @@ class Supervisor:
     async def run(self, owner: RunOwner | None = None) -> int:
         """`serve`, report, and keep the claim of the owner, whose error ends the server."""
         await self._slot.measure_memory()
-        work = [self._report_for_ever(), self._look_for_ever(), self._join_groups()]
-        work += [owner.hold()] if owner else []
+        work = [self._report_for_ever(), self._look_for_ever(), *([owner.hold()] if owner else [])]
         beside: list[asyncio.Future[None]] = [asyncio.ensure_future(each) for each in work]
         try:
             return await self.serve(beside)
@@ -466,6 +462,7 @@ class Supervisor:
             "hold": self._follower is not None and self._follower.returning,
             "head": progress.head.id if progress.head else "",
             "staged": progress.staged,
+            "group": progress.group,
         }
         engine, seen = self._slot.engine, await self._slot.look(**word)
         if seen is None or not self._serves:
@@ -492,30 +489,6 @@ class Supervisor:
         if engine is self._slot.engine and self._is_news(version):
             self._has_served(found)
             await self._save_served()
-
-    async def _join_groups(self) -> None:
-        """Let the engine join each new process group of the trainer, if it serves by then: a
-        trainer forms another group for an engine that serves later."""
-        if self._versions is None or self._fetcher is None:
-            return
-        known: GroupAddress | None = None
-        while True:
-            with contextlib.suppress(ProtocolViolation):
-                group = await self._versions.group()
-                if group != known:
-                    known = group
-                    await self._join_group(group)
-            await asyncio.sleep(LOOK_FOR_GROUP_S)
-
-    async def _join_group(self, group: GroupAddress | None) -> None:
-        engine = self._slot.engine
-        if group is None or engine is None or self._fetcher is None or not self._serves:
-            return
-        try:
-            await self._fetcher.prepare()
-            await engine.join(group)
-        except (NotFetched, EngineDoesNotAnswer, EngineRefused) as error:
-            log.warning("transfer_group.not_joined", reason=str(error))
 
     def _is_news(self, version: PolicyVersion) -> bool:
         """True if the engine serves a newer version that the supervisor did not commit."""

@@ -129,10 +129,6 @@ class Fetcher:
         """Pieces, manifests and results with a wrong digest, since the start."""
         self.failed_sources = 0
 
-    async def prepare(self) -> None:
-        """Make the directory in which the engine's workers receive. Raises `NotFetched`."""
-        await self._staging.prepare()
-
     async def fetch(self, wanted: Announcement, held: Mapping[str, Staged]) -> Staged:
         """Bring a version to this host. `held`: by id, those on it to which deltas may refer.
 

@@ -76,9 +76,6 @@ class Staging:
             return None
         return await asyncio.to_thread(_verified, directory, wanted)
 
-    async def prepare(self) -> None:
-        await self._write(lambda: _make_private(self.directory))
-
     async def arrived(self, wanted: Announcement) -> Path | None:
         """The copy that the engine's workers received and verified; None without one."""
         return await asyncio.to_thread(self._arrived, wanted)
@@ -88,6 +85,7 @@ class Staging:
         for directory in self.directory.glob("*" + ARRIVING):
             if version_of(directory.name.removesuffix(ARRIVING)) < wanted.version:
                 shutil.rmtree(directory, ignore_errors=True)
+        _make_private(self.directory)
         here, done = self.directory / (wanted.id + ARRIVING), self.directory / wanted.id
         try:
             checked_manifest((here / MANIFEST).read_bytes(), wanted)
@@ -98,7 +96,7 @@ class Staging:
 
     async def open(self, version: str) -> None:
         """Begin a copy."""
-        await self.prepare()
+        await self._write(lambda: _make_private(self.directory))
         await self._write(lambda: _make_empty(self._partial(version)))
 
     async def write(self, version: str, name: str, first: int, piece: bytes) -> None:

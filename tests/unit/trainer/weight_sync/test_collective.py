@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,35 +10,33 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from grpo_core.weights.collective import ARRIVING, Member
+from grpo_core.weights.collective import ARRIVING, GroupAddress
+from grpo_core.weights.servers import ServerState, ServerStatus
 from grpo_core.weights.versions import MANIFEST, FileParts, Manifest, sha256_of
 from grpo_core.wire.policy_version import PolicyVersion
-from grpo_trainer.errors import TransferFailed
 from grpo_trainer.model.loading import TrainedWeights
+from grpo_trainer.model.weights_file import WEIGHTS
 from grpo_trainer.weight_sync import collective
-from grpo_trainer.weight_sync.collective import (
-    WEIGHTS,
-    TransferGroup,
-    VersionFiles,
-    header_of,
-    read_once,
-)
+from grpo_trainer.weight_sync.collective import CollectiveDirectories, TransferGroup, streams_of
 from grpo_vllm.engine.vllm_compat import collective as receiving
 from grpo_vllm.engine.vllm_compat.collective import Receiver
+from tests.support.shapes import SHAPES
 from tests.unit.trainer.tiny_policy import LORA, model_directory
 
 HOST = torch.device("cpu")
 SILENT_S = 60.0
 VERSION = PolicyVersion(1, 5)
+NAME = f"1-5{ARRIVING}"
 BUCKET, CHUNK = 4096, 512
 
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a tiny model takes many of them. Manifests have the chunks of a real bucket."""
+    """So that a tiny model takes many of them."""
     for module in (collective, receiving):
         monkeypatch.setattr(module, "BUCKET_BYTES", BUCKET)
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
@@ -47,7 +45,7 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """In bfloat16, with a tied head, a vocabulary of 259 and persistent buffers, one in float32
-    that follows an odd number of elements and one without dimensions."""
+    after an odd number of smaller elements and one without dimensions."""
     model = AutoModelForCausalLM.from_pretrained(
         model_directory(tmp_path_factory.mktemp("odd")), dtype=torch.bfloat16
     )
@@ -61,15 +59,8 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def weights(odd: Any, monkeypatch: pytest.MonkeyPatch) -> TrainedWeights:
-    trained = TrainedWeights(odd.name_or_path, None)
-    monkeypatch.setattr(TrainedWeights, "write_configuration", _write_configuration)
-    return trained
-
-
-def _write_configuration(_weights: TrainedWeights, _policy: Any, directory: Path) -> None:
-    (directory / "config.json").write_text("{}")
-    (directory / "empty.txt").touch()
+def weights(odd: Any) -> TrainedWeights:
+    return TrainedWeights(odd.name_or_path, None)
 
 
 def parts_of(directory: Path) -> dict[str, FileParts]:
@@ -83,134 +74,186 @@ def parts_of(directory: Path) -> dict[str, FileParts]:
     return found
 
 
-def received(directory: Path) -> Manifest:
-    return Manifest.model_validate_json((directory / MANIFEST).read_bytes())
-
-
 @contextmanager
-def group_with(directories: dict[str, Path], workers: int = 1) -> Iterator[TransferGroup]:
+def group_with(*places: Path, workers: int = 1) -> Iterator[TransferGroup]:
     """This process and servers of so many workers, each with a directory for copies."""
-    group = TransferGroup("localhost", HOST, SILENT_S)
+    servers = {str(place): (0, workers) for place in places}
+    group = TransferGroup("localhost", HOST, "gloo", SILENT_S, servers)
     receivers = [
-        Receiver(group.address, Member(name, number, workers), staging, HOST)
-        for name, staging in directories.items()
-        for number in range(workers)
+        Receiver(group.address, group.address.servers[str(place)][1], i, workers, place, HOST)
+        for place in places
+        for i in range(workers)
     ]
     for receiver in receivers:
         receiver.start()
-    group.admit(directories.keys(), SILENT_S)
+    group.connect()
     yield group
-    group.leave()
     for receiver in receivers:
+        receiver.leave()
         receiver.join()
 
 
+def send(group: TransferGroup, weights: TrainedWeights, policy: Any, folder: Path) -> Manifest:
+    (directory := folder / "small").mkdir()
+    return group.send(VERSION, streams_of(weights, policy, directory))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
 def test_a_policy_of_odd_sizes_arrives_whole(
-    odd: Any, weights: TrainedWeights, tmp_path: Path
+    workers: int, odd: Any, weights: TrainedWeights, tmp_path: Path
 ) -> None:
-    with group_with({"a": tmp_path}) as group, VersionFiles.of(weights, odd) as files:
-        for step in (5, 6):  # one after another in one group
-            manifest = group.send(PolicyVersion(1, step), files)
-            here = tmp_path / f"1-{step}{ARRIVING}"
-            assert manifest == received(here)
-            assert manifest.files == parts_of(here)
-            loaded = load_file(here / WEIGHTS)
-            expected = {k: v for k, v in odd.state_dict().items() if k != "lm_head.weight"}
-            assert loaded.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert loaded[name].dtype == tensor.dtype
-                assert torch.equal(loaded[name], tensor)
+    places = [tmp_path / name for name in ("a", "b")]
+    with group_with(*places, workers=workers) as group:
+        manifest = send(group, weights, odd, tmp_path)
+    for place in places:
+        assert Manifest.model_validate_json((place / NAME / MANIFEST).read_bytes()) == manifest
+        assert parts_of(place / NAME) == manifest.files
+    loaded = load_file(places[0] / NAME / WEIGHTS)
+    expected = {n: t for n, t in odd.state_dict().items() if n != "lm_head.weight"}
+    assert {n: t.dtype for n, t in loaded.items()} == {n: t.dtype for n, t in expected.items()}
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     assert len(manifest.files[WEIGHTS].chunks) > 2 * BUCKET / CHUNK
 
 
-def test_an_adapter_arrives_whole(odd: Any, tmp_path: Path) -> None:
-    trained = TrainedWeights(odd.name_or_path, LORA)
-    policy = trained.load(torch.bfloat16, HOST)
-    (own := tmp_path / "own").mkdir()
-    trained.write_into(policy, own)
-    (staging := tmp_path / "staging").mkdir()
-    with group_with({"a": staging}) as group, VersionFiles.of(trained, policy) as files:
-        assert group.send(VERSION, files).files == parts_of(own)
-    assert parts_of(staging / f"1-5{ARRIVING}") == parts_of(own)
-
-
-def test_workers_of_a_server_share_the_work_on_one_copy(
+def test_a_group_brings_one_version_after_another(
     odd: Any, weights: TrainedWeights, tmp_path: Path
 ) -> None:
-    places = {name: tmp_path / name for name in ("a", "b")}
-    for place in places.values():
-        place.mkdir()
-    with group_with(places, workers=2) as group, VersionFiles.of(weights, odd) as files:
-        manifest = group.send(VERSION, files)
-    assert len(group.members) == 4
-    for place in places.values():
-        assert parts_of(place / f"1-5{ARRIVING}") == manifest.files
+    with group_with(tmp_path / "a") as group:
+        for step in range(3):
+            (directory := tmp_path / f"small-{step}").mkdir()
+            sent = group.send(PolicyVersion(1, step), streams_of(weights, odd, directory))
+            assert parts_of(tmp_path / "a" / f"1-{step}{ARRIVING}") == sent.files
 
 
-def test_files_have_the_bytes_that_are_sent(
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_files_are_those_that_would_be_written(
+    adapter: bool, odd: Any, weights: TrainedWeights, tmp_path: Path
+) -> None:
+    """A server that takes the version as files finds the announced digest."""
+    policy = odd
+    if adapter:
+        weights = TrainedWeights(odd.name_or_path, LORA)
+        policy = weights.load(torch.bfloat16, HOST)
+    (written := tmp_path / "written").mkdir()
+    weights.write_into(policy, written)
+    with group_with(tmp_path / "a") as group:
+        manifest = send(group, weights, policy, tmp_path)
+    assert manifest.text == Manifest(files=dict(sorted(parts_of(written).items()))).text
+
+
+@pytest.mark.parametrize("shape", ["GPT-2", "Qwen3 MoE"])
+def test_names_are_those_of_the_models_own_files(shape: str, tmp_path: Path) -> None:
+    own = SHAPES[shape].save(tmp_path / "own")
+    policy = AutoModelForCausalLM.from_pretrained(own)
+    (written := tmp_path / "written").mkdir()
+    TrainedWeights(str(own), None).write_into(policy, written)
+    found, expected = load_file(written / WEIGHTS), load_file(own / WEIGHTS)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_worker_that_cannot_write_says_so(
     odd: Any, weights: TrainedWeights, tmp_path: Path
 ) -> None:
-    """A server that takes a version as files holds it under the announced digest."""
-    taken: dict[str, bytes] = {}
-
-    def take(name: str, first: int, bucket: torch.Tensor) -> list[Callable[[], Any]]:
-        assert first == len(taken.setdefault(name, b""))
-        taken[name] += bytes(bucket.tolist())
-        return []
-
-    with group_with({"a": tmp_path}) as group, VersionFiles.of(weights, odd) as files:
-        assert group.send(VERSION, files) == read_once(files, take)
-    here = tmp_path / f"1-5{ARRIVING}"
-    assert taken == {n: (here / n).read_bytes() for n in taken}
+    (file := tmp_path / "file").touch()
+    with group_with(file) as group, pytest.raises(RuntimeError):
+        send(group, weights, odd, tmp_path)
+    assert group._store.get("done/0/1").decode().endswith(f"File exists: '{file}'")
 
 
-def test_a_worker_that_cannot_write_holds_nobody_up(
-    odd: Any, weights: TrainedWeights, tmp_path: Path
-) -> None:
-    places = {"a": tmp_path / "missing", "b": tmp_path}
-    with (
-        group_with(places) as group,
-        VersionFiles.of(weights, odd) as files,
-        pytest.raises(TransferFailed, match=r"worker 0 of a: .*No such file or directory"),
-    ):
-        group.send(VERSION, files)
-    assert parts_of(tmp_path / f"1-5{ARRIVING}").keys() == {WEIGHTS, "config.json", "empty.txt"}
-
-
+@pytest.mark.parametrize("worker", [0, 1])
 def test_a_chunk_with_a_wrong_digest_is_named(
-    odd: Any, weights: TrainedWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: int,
+    odd: Any,
+    weights: TrainedWeights,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiving, "sha256_of", lambda _: "0" * 64)
+    """Also if the worker that completes the directory has the right ones."""
+    calls = iter(range(10_000))
+
+    def spoiled(piece: memoryview) -> str:
+        return sha256_of(piece) if next(calls) != worker else "0" * 64
+
+    monkeypatch.setattr(receiving, "sha256_of", spoiled)
     with (
-        group_with({"a": tmp_path}) as group,
-        VersionFiles.of(weights, odd) as files,
-        pytest.raises(
-            TransferFailed, match=r"config.json: wrong digest of chunk 0, and of \d+ more"
-        ),
+        group_with(tmp_path / "a", workers=2) as group,
+        pytest.raises(RuntimeError, match=r"chunks arrived with a wrong digest: .*config\.json"),
     ):
-        group.send(VERSION, files)
-    assert not (tmp_path / f"1-5{ARRIVING}" / MANIFEST).exists()
+        send(group, weights, odd, tmp_path)
+    assert not (tmp_path / "a" / NAME / MANIFEST).exists()
 
 
-def test_only_whole_servers_are_admitted(tmp_path: Path) -> None:
-    group = TransferGroup("localhost", HOST, SILENT_S)
-    members = [Member("a", 0, 1), Member("half", 0, 2), Member("stranger", 0, 1)]
-    receivers = [Receiver(group.address, each, tmp_path, HOST) for each in members]
-    for receiver in receivers:
-        receiver.start()
-    group.admit({"a", "half", "absent"}, within_s=2.0)
-    assert group.servers == {"a"}
-    for outside in receivers[1:]:
-        outside.join()
-    group.leave()
-    receivers[0].join()
+class Watch:
+    """`ServerWatch` and its `VersionLog`: servers that join each group with one worker. Their names
+    are their directories."""
+
+    def __init__(self, *places: Path) -> None:
+        self.by_files = 0
+        self.pids = dict.fromkeys(map(str, places), 1)
+        self.versions = self
+        self.receivers: list[Receiver] = []
+
+    def servers(self) -> dict[str, ServerStatus]:
+        facts: dict[str, Any] = {"state": ServerState.SERVING, "epoch": 1, "step": 0, "workers": 1}
+        return {n: ServerStatus(name=n, engine_pid=p, **facts) for n, p in self.pids.items()}
+
+    def invite(self, address: GroupAddress) -> None:
+        self.receivers = [
+            Receiver(address, rank, 0, 1, Path(name), HOST)
+            for name, (_, rank) in address.servers.items()
+        ]
+        for receiver in self.receivers:
+            receiver.start()
+
+    def all_left(self) -> None:
+        for receiver in self.receivers:
+            receiver.leave()
+            receiver.join()
 
 
-def test_the_header_is_the_librarys(tmp_path: Path) -> None:
-    tensors = {"b": torch.randn(3, 2), "a": torch.randn(5).bfloat16(), "c": torch.tensor(True)}
-    data = b"".join(bytes(t.reshape(-1).view(torch.uint8).tolist()) for t in tensors.values())
-    (file := tmp_path / "x.safetensors").write_bytes(header_of(tensors) + data)
-    loaded = load_file(file)
-    assert {n: (t.dtype, t.tolist()) for n, t in loaded.items()} == {
-        n: (t.dtype, t.tolist()) for n, t in tensors.items()
-    }
+def directories_of(watch: Watch, root: Path) -> CollectiveDirectories:
+    made = CollectiveDirectories(root, watch, "localhost", SILENT_S)  # type: ignore[arg-type]
+    made.prepare()
+    return made
+
+
+def test_a_group_is_formed_again_when_an_engine_restarts(
+    odd: Any, weights: TrainedWeights, tmp_path: Path
+) -> None:
+    watch = Watch(tmp_path / "a", tmp_path / "b")
+    directories = directories_of(watch, tmp_path / "served")
+    groups = set()
+    for step in range(4):
+        if step == 2:
+            watch.pids[str(tmp_path / "b")] = 2
+        announced = directories.write(PolicyVersion(1, step), weights, odd)
+        groups.add(watch.receivers[0])
+        for name in watch.pids:
+            manifest = (Path(name) / f"1-{step}{ARRIVING}" / MANIFEST).read_bytes()
+            assert sha256_of(manifest) == announced.manifest_sha256
+    assert len(groups) == 2
+    assert watch.by_files == 0
+    assert list((tmp_path / "served").iterdir()) == []
+    watch.all_left()
+
+
+def test_after_a_failed_transfer_all_have_left_and_the_version_has_files(
+    odd: Any, weights: TrainedWeights, tmp_path: Path
+) -> None:
+    (broken := tmp_path / "broken").touch()
+    watch = Watch(tmp_path / "a", broken)
+    directories = directories_of(watch, tmp_path / "served")
+    with capture_logs() as logs:
+        directories.write(VERSION, weights, odd)
+    for receiver in watch.receivers:
+        receiver.join()  # the trainer has ended the group, nobody waits for it
+    assert [e["event"] for e in logs if e["log_level"] == "warning"].count("weights.by_files") == 1
+    assert watch.by_files == 1
+    assert [path.name for path in (tmp_path / "served").iterdir()] == ["1-5"]
+    assert not (tmp_path / "a" / NAME).exists()
+    broken.unlink()
+    directories.write(PolicyVersion(1, 6), weights, odd)
+    assert watch.by_files == 1
+    assert (broken / f"1-6{ARRIVING}" / MANIFEST).exists()
+    watch.all_left()

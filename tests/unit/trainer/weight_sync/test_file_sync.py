@@ -6,6 +6,7 @@ The tests check when weights are published, under which version, and which files
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from grpo_core.clients.inference import BridgeInfo, Completion
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.weights.ref import UNTRAINED
 from grpo_core.weights.servers import ServerState
-from grpo_core.weights.version_log import VersionLog
+from grpo_core.weights.version_log import VersionLog, sources_key
 from grpo_core.weights.versions import Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import EngineCrashed, PolicyMismatch, ServedWeightsDiffer
@@ -34,6 +35,7 @@ from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import probe, servers
 from grpo_trainer.weight_sync.base import Incidents
+from grpo_trainer.weight_sync.collective import CollectiveDirectories
 from grpo_trainer.weight_sync.directories import VersionDirectories
 from grpo_trainer.weight_sync.files import FileSync
 from grpo_trainer.weight_sync.servers import Publisher, ServedPublication, ServerWatch
@@ -158,10 +160,19 @@ class Bench:
 
     @contextmanager
     def trainer(
-        self, every_steps: int = 1, last_step: int = 100, nodes: int = 0, dtype: str = "auto"
+        self,
+        every_steps: int = 1,
+        last_step: int = 100,
+        nodes: int = 0,
+        dtype: str = "auto",
+        collective: bool = False,
     ) -> Iterator[FileSync]:
+        """Args: collective: through a process group, which no server can join"""
         watch = ServerWatch(VersionLog(self.url, self.run_id, DEADLINE_S), return_deadline_s=60.0)
         adapter = self.mode == "lora_only"
+        directories = VersionDirectories(self.root, with_deltas=not adapter)
+        if collective:
+            directories = CollectiveDirectories(self.root, watch, "localhost", DEADLINE_S)
         sync = FileSync(
             bridge=self.server,  # type: ignore[arg-type]
             connect=self.servers.__getitem__,  # type: ignore[arg-type]
@@ -171,7 +182,7 @@ class Bench:
             restarts=self.mode == "restart",
             nodes=nodes,
             weights=TrainedWeights(self.model, LORA if adapter else None),
-            directories=VersionDirectories(self.root, with_deltas=not adapter),
+            directories=directories,
             dtype=dtype,
             device="cpu",
             every_steps=every_steps,
@@ -553,3 +564,38 @@ def test_a_server_that_serves_without_an_answer_is_unavailable(
         rig.server.faults = itertools.repeat(rig.server.fail)
         with pytest.raises(ServiceUnavailable, match="no answer"):
             take_steps(sync, optimizer, range(1))
+
+
+def test_versions_go_by_files_if_no_server_can_join_a_group(bench: NewBench) -> None:
+    rig = bench("update")
+    with rig.trainer(collective=True) as sync, capture_logs() as logs:
+        optimizer = begun(sync)
+        take_steps(sync, optimizer, range(2))
+        assert sync.watch.by_files == 2
+    assert rig.server.loads == [(1, 1), (1, 2)]
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "weights.by_files"]
+    assert reasons == ["no server can join a process group"] * 2
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_server_without_a_source_gets_files_of_the_policy(
+    is_newer: bool, bench: NewBench
+) -> None:
+    """Also if the policy has gone on since the version that the server lacks."""
+    rig = bench("update")
+    with rig.trainer(every_steps=2, collective=True) as sync:
+        optimizer = begun(sync)
+        take_steps(sync, optimizer, range(3 if is_newer else 2))
+        shutil.rmtree(rig.root / "1-2")  # as if it had gone through a group
+        announced, counted = len(rig.server.shown.seen), sync.watch.by_files
+        rig.server.shown.becomes(lacks="1-2")
+        sync.watch.servers()
+        assert names(rig.root) == ["1-3" if is_newer else "1-2"]
+        sync.watch.servers()
+        assert sync.watch.by_files == counted + 1
+        head = sync.watch.versions.head()
+        assert head is not None
+        assert head.id == names(rig.root)[0]
+        sources = rig.server.shown.redis.smembers(sources_key(rig.run_id, head.version))
+        assert sources == set(sync._sources)
+    assert len(rig.server.shown.seen) - announced <= is_newer

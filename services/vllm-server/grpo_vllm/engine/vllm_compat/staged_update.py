@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from grpo_core.weights.collective import GroupAddress, Member
+from grpo_core.weights.collective import GroupAddress
 from grpo_vllm.engine.vllm_compat.collective import Receiver
 
 _CPU_KERNEL = "cpu_linear"
@@ -44,10 +44,10 @@ class StagedDirectory(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass
 class Invitation(WeightTransferInitInfo):  # type: ignore[misc]
-    """To the trainer's process group. `address`: a `GroupAddress`; `server`: the server's name;
-    `staging`: its directory for copies."""
+    """To the trainer's process group. `address`: a `GroupAddress` as JSON; `server`: the server's
+    name; `staging`: its directory for copies."""
 
-    address: dict[str, Any]
+    address: str
     server: str
     staging: str
 
@@ -69,10 +69,11 @@ class StagedUpdate(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: Invitation) -> None:
         """Join the group, in place of the previous one. Returns at once."""
         self.shutdown()
-        parallel = self.vllm_config.parallel_config
-        own = Member(init_info.server, parallel.rank, parallel.world_size)
-        address = GroupAddress.model_validate(init_info.address)
-        self._receiver = Receiver(address, own, Path(init_info.staging), self.device)
+        parallel, staging = self.vllm_config.parallel_config, Path(init_info.staging)
+        address = GroupAddress.model_validate_json(init_info.address)
+        _, first_rank = address.servers[init_info.server]
+        worker = (first_rank, parallel.rank, parallel.world_size)
+        self._receiver = Receiver(address, *worker, staging, self.device)
         self._receiver.start()
 
     def start_weight_update(self) -> None:

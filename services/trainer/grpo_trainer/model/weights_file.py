@@ -1,0 +1,63 @@
+"""The file of a model's weights as a stream, so that nobody holds a second copy of the model.
+
+The names are those of the model's own files: transformers' reverse conversion is applied to one
+tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.model.division import model_tensors, whole_tensors
+from grpo_trainer.model.policy import CausalLM
+
+WEIGHTS = "model.safetensors"
+_TYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
+}
+"""Names of data types in the header of a safetensors file."""
+
+
+def weights_file(policy: CausalLM) -> tuple[int, Iterator[Tensor]]:
+    """Bytes of the file, and its content in pieces: [N] uint8, where the weights are."""
+    end, fields = 0, dict[str, Any](__metadata__={"format": "pt"})
+    for name, tensor in _tensors(policy, is_meta=True):
+        begin, end = end, end + tensor.nbytes
+        place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
+        fields[name] = {"dtype": _TYPES[tensor.dtype], **place}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return len(header) + end, _pieces(header, policy)
+
+
+def _pieces(header: bytes, policy: CausalLM) -> Iterator[Tensor]:
+    yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for _, tensor in _tensors(policy):
+        yield tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
+def _tensors(policy: CausalLM, is_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """In the order of the file: larger elements first, so that each tensor is aligned."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    held = model_tensors(policy)
+    for size in sorted({tensor.itemsize for tensor in held.values()}, reverse=True):
+        names = [name for name, tensor in held.items() if tensor.itemsize == size]
+        found = whole_tensors(policy, names)
+        if is_meta:
+            found = ((name, _meta(held[name])) for name in names)
+        for name, tensor in found:
+            yield from revert_weight_conversion(policy, {name: tensor}).items()
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
