@@ -309,7 +309,7 @@ def state_rows(cases: Sequence[Case]) -> Iterator[list[str]]:
             *(state / case.ranks / PCIE, state / -(-case.ranks // NODE) / DISK),
             *(written_s, rounds * (size / HTTP + checked_s) + loaded_s),
             *(written_s + size / DELTA, rounds * one / HTTP + size / APPLY + checked_s + loaded_s),
-            *(collected_s + max(size / NIC, kept_s) + loaded_s, size / NIC),
+            *(collected_s + size * (1 / NIC + 1 / PCIE) + kept_s + loaded_s, size / NIC),
         )
         name = f"{case.model}, {case.gpus}"
         yield [name, *map(number, (state / GB, size / GB, *times_s))]
