@@ -113,22 +113,25 @@ def accumulate_gradients(
     micro_batches, dropouts = batch.micro_batches, adapter_dropouts(policy)
     portion = ranks.portion(micro_batches, micro_batches[0].without_weight())
     loss_scale = None if optimizer is None else optimizer.loss_scale
+    adds_up = ranks.count > 1 and division_of(policy) is None
     for scale in [1.0] if loss_scale is None else loss_scale.attempts():
         found = Totals()
         with ranks.exchange("computing gradients"):
             for number, micro in enumerate(portion):
                 where = f"step {step}, micro-batch {number}" if ranks.count == 1 else None
                 begun = meanwhile.begun
+                if optimizer is not None and adds_up and number + 1 == len(portion):
+                    optimizer.gradients.begin_adding_up(ranks)
                 found.add(
                     *backward(policy, micro, objective, forward, dropouts, scale, where, begun)
                 )
                 if optimizer is not None:
                     optimizer.gradients.gather()
+            if optimizer is not None and adds_up:
+                optimizer.gradients.add_up(ranks)
         found.add_up(ranks)
         if not math.isfinite(sum(found.loss_parts)):
             raise _non_finite(f"step {step}", sum(found.loss_parts), found.sums)
-        if optimizer is not None and ranks.count > 1 and division_of(policy) is None:
-            optimizer.gradients.add_up(ranks)
     seen = values_of_all(found.seen, micro_batches, ranks)
     known = [m.with_recomputed(s.logp) for m, s in zip(micro_batches, seen, strict=True)]
     tokens = TokenTable.of(known, seen)
@@ -253,7 +256,8 @@ def build_learner(policy: CausalLM, settings: TrainerSettings, ranks: Ranks) -> 
     forward = build_forward_pass(policy, settings, differentiates_entropy=settings.entropy_coef > 0)
     reference = build_reference(policy, forward, settings, orders if divides else None)
     of_rank = partial(RankOptimizer, ranks, division_of(policy))
-    optimizer = build_optimizer(policy, settings, MasterOptimizer if ranks.count == 1 else of_rank)
+    kind = MasterOptimizer if ranks.count == 1 else of_rank
+    optimizer = build_optimizer(policy, settings, kind, ranks.index if divides else 0)
     return Learner(settings, ranks, policy, forward, reference, optimizer, orders)
 
 

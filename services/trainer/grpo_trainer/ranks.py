@@ -70,6 +70,11 @@ class Ranks:
         """Add up a tensor over all ranks, in place."""
         return self._reduced(tensor, dist.ReduceOp.SUM, "a sum")
 
+    def begin_total(self, tensor: Tensor) -> Callable[[], object]:
+        """Begin to add up a tensor over all ranks, in place. The result waits for it."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return lambda: work.wait()
+
     def maximum(self, tensor: Tensor) -> Tensor:
         """The largest of each element over all ranks, in place."""
         return self._reduced(tensor, dist.ReduceOp.MAX, "a maximum")

@@ -90,13 +90,11 @@ class Division:
 
     def divided(self, part: Tensor, shape: torch.Size) -> DTensor:
         """The rows of this rank as part of a whole. Args: shape: of the whole"""
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part, self.mesh, [Shard(0)], shape=shape, stride=stride)
+        return _divided(part, shape, self.mesh)
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor."""
-        parts = whole.chunk(self.ranks.count)
-        return parts[self.ranks.index] if self.ranks.index < len(parts) else whole[:0]
+        return rows_of(whole, self.mesh)
 
     @torch.no_grad()
     def _follow_pass(self, _: int) -> None:
@@ -175,6 +173,22 @@ def _sum_of_bits(tensor: Tensor) -> int:
     integers = _INTEGERS[tensor.element_size()]
     parts = torch.split(tensor.reshape(-1).view(integers), CHUNK_ELEMENTS)
     return sum(int(part.sum(dtype=torch.int64)) for part in parts)
+
+
+def collected(part: Tensor, parameter: DTensor) -> Tensor:
+    """The whole of what is divided as a parameter is. All ranks call it."""
+    return _divided(part, parameter.shape, parameter.device_mesh).full_tensor()
+
+
+def rows_of(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows. The last ranks may have none."""
+    parts, rank = whole.chunk(mesh.size()), mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else whole[:0]
+
+
+def _divided(part: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, [Shard(0)], shape=shape, stride=stride)
 
 
 @torch.no_grad()

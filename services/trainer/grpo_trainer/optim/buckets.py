@@ -17,7 +17,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from grpo_trainer.model.division import collected, rows_of
 from grpo_trainer.optim.master_update import BucketPart, MasterUpdate
 from grpo_trainer.optim.rules import STEP, State, StepOptions
 
@@ -62,6 +64,8 @@ class Bucket:
         steps: number that each parameter has taken
         staged: the newest weights in the parameters' type, flat, until they are written
         changes: number of changes of the gradient so far
+        is_complete: every parameter had a gradient in the newest backward pass; `completed` is
+            called then
     """
 
     def __init__(
@@ -92,7 +96,8 @@ class Bucket:
         self.steps = [0] * len(parameters)
         self.staged: Tensor | None = None
         self.changes = 0
-        self._awaited = len(parameters)
+        self._awaited, self.is_complete = len(parameters), False
+        self.completed: Callable[[], None] = lambda: None
         # A parameter that kept its bucket would be kept by it, together with shared memory.
         hook = partial(_arrived, ref(self))
         for parameter in parameters:
@@ -119,6 +124,8 @@ class Bucket:
         self._awaited -= 1
         if not self._awaited:
             self.gather()
+            self.is_complete = True
+            self.completed()
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -150,17 +157,20 @@ class Bucket:
             if left:
                 yield self._zeros[:left] if left <= ROW else self._zeros.new_zeros(left)
 
-    def add_up(self, total: Callable[[Tensor], Tensor], has_gradient: Sequence[bool]) -> None:
-        """Add up the gradients of all ranks, in fp32. Args: has_gradient: on any rank"""
+    def widened(self) -> Tensor:
+        """The gradient, which is in fp32 afterwards; zeros if there is none."""
+        own, self.gradient = self.gradient, None
+        if own is None:
+            own = torch.zeros_like(self._master, dtype=torch.float32)
+        self.gradient = own.float()
+        return self.gradient
+
+    def added_up(self, has_gradient: Sequence[bool]) -> None:
+        """The gradient is that of all ranks now. Args: has_gradient: on any rank"""
         self.changes += 1
         self.has_gradient = list(has_gradient)
-        if any(has_gradient):
-            own, self.gradient = self.gradient, None
-            wide = (
-                torch.zeros_like(self._master, dtype=torch.float32) if own is None else own.float()
-            )
-            del own
-            self.gradient = total(wide)
+        if not any(has_gradient):
+            self.gradient = None
 
     def row_norms(self) -> Tensor:
         """L2 norms of the rows of the gradient, in fp32: [rows]."""
@@ -201,7 +211,9 @@ class Bucket:
         self.clear()
 
     def _initial_state(self) -> State:
-        weights = self._master if self._rule.is_elementwise else self.masters[0]
+        weights = self._master
+        if not self._rule.is_elementwise:  # of the whole parameter
+            weights = weights.new_empty(()).expand(self._whole[0].shape)
         return self._rule.initial_state(weights, self._kind)
 
     def _runs(self) -> Iterator[tuple[int, int]]:
@@ -217,8 +229,17 @@ class Bucket:
         """Neighbours, in parts of limited size."""
         assert self.gradient is not None
         if not self._rule.is_elementwise:
-            staged = None if self.staged is None else self.newest()[0]
-            yield BucketPart(self.masters[0], self._views(self.gradient)[0], self._state, staged)
+            staged, parameter = None if self.staged is None else self.newest()[0], self._whole[0]
+            master, gradient = self.masters[0], self._views(self.gradient)[0]
+            if not isinstance(parameter, DTensor):
+                yield BucketPart(master, gradient, self._state, staged)
+                return
+            # Each rank updates the whole parameter, and keeps its rows.
+            whole = collected(master, parameter)
+            yield BucketPart(whole, collected(gradient, parameter), self._state)
+            master.copy_(rows_of(whole, parameter.device_mesh))
+            if staged is not None:
+                staged.copy_(master)
             return
         most = PART_ELEMENTS if self._master.device.type == "cpu" else BUCKET_ELEMENTS
         for start in range(self._edges[first], self._edges[beyond], most):

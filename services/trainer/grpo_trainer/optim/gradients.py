@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class Gradients:
         self, buckets: Sequence[Bucket], total: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._buckets, self._total = buckets, total
+        self._in_turn: list[Bucket] = []
+        self._sums: list[Callable[[], object]] = []
         self._norm = 0.0
         self._norm_of: list[int] = []
 
@@ -45,12 +48,33 @@ class Gradients:
         self._norm_of = changes
         return self._norm
 
+    def begin_adding_up(self, ranks: Ranks) -> None:
+        """During the next backward pass, the last one of the step, begin to add up the gradients of
+        a bucket over all ranks, in fp32, as soon as the bucket is complete."""
+        # On all ranks in one order: a pass begins with the last parameters.
+        self._in_turn = sorted(self._buckets, key=lambda b: min(b.indices), reverse=True)
+        for bucket in self._buckets:
+            bucket.is_complete, bucket.completed = False, partial(self._add_up_complete, ranks)
+
+    @torch.no_grad()
+    def _add_up_complete(self, ranks: Ranks) -> None:
+        while self._in_turn and self._in_turn[0].is_complete:
+            self._sums.append(ranks.begin_total(self._in_turn.pop(0).widened()))
+
     @torch.no_grad()
     def add_up(self, ranks: Ranks) -> None:
-        """Add up the gradients of all ranks, in fp32. A parameter may have none on some ranks."""
+        """Add up the rest, and wait. A parameter may have no gradient on some ranks."""
         for bucket in self._buckets:
-            has = ranks.total(torch.tensor(bucket.has_gradient, dtype=torch.int64))
-            bucket.add_up(ranks.total, has.bool().tolist())
+            bucket.is_complete, bucket.completed = True, lambda: None
+        self._add_up_complete(ranks)
+        for wait in self._sums:
+            wait()
+        self._sums.clear()
+        sizes = [len(bucket.indices) for bucket in self._buckets]
+        own = torch.tensor([has for bucket in self._buckets for has in bucket.has_gradient])
+        has_gradient = torch.split(ranks.total(own.long()).bool(), sizes)
+        for bucket, has in zip(self._buckets, has_gradient, strict=True):
+            bucket.added_up(has.tolist())
 
     def clear(self) -> None:
         """Drop all gradients, so that they can be computed again."""

@@ -206,15 +206,17 @@ def build_optimizer(
     policy: CausalLM,
     settings: TrainerSettings,
     kind: Callable[..., MasterOptimizer] = MasterOptimizer,
+    part: int = 0,
 ) -> MasterOptimizer:
-    """Raises the errors of `build_update`. Args: kind: creates the object"""
+    """Raises the errors of `build_update`. Args: kind: creates the object; part: see
+    `build_update`"""
     parameters = list(trained_parameters(policy).values())
     return kind(
         parameters,
         learning_rate=Schedule.of(settings, settings.steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
-        update=build_update(settings, parameters),
+        update=build_update(settings, parameters, part),
         scales_loss=any(p.dtype == torch.float16 for p in parameters),
         adam=Adam(settings.adam_beta1, settings.adam_beta2, settings.adam_eps),
     )

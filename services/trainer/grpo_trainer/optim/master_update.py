@@ -124,10 +124,11 @@ class StochasticRounding:
 
     Args:
         device: of the weights
+        part: ranks with other weights draw other numbers
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, device: torch.device, part: int = 0) -> None:
+        self._seed = f"{seed}/{part}" if part else f"{seed}"
         self._generator = torch.Generator(device)
 
     def begin_step(self, index: int) -> None:
@@ -157,8 +158,11 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     return torch.split(tensor.view(-1), CHUNK_ELEMENTS)
 
 
-def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> MasterUpdate:
-    """Args: parameters: all trained parameters, on one device.
+def build_update(
+    settings: TrainerSettings, parameters: Sequence[Tensor], part: int = 0
+) -> MasterUpdate:
+    """Args: parameters: all trained parameters, on one device; part: number of the rank that has a
+    part of each, and rounds it with random numbers of its own
 
     Raises:
         UnusableOptimizer: the weights or their device do not fit the options.
@@ -170,7 +174,7 @@ def build_update(settings: TrainerSettings, parameters: Sequence[Tensor]) -> Mas
     if settings.master_dtype == "float32":
         return MasterUpdate(rule, kernel=kernel)
     _require_bfloat16(parameters)
-    return MasterUpdate(rule, torch.bfloat16, _rounding(settings, device), kernel)
+    return MasterUpdate(rule, torch.bfloat16, _rounding(settings, part, device), kernel)
 
 
 def _kernel(rule: UpdateRule, device: torch.device) -> Kernel | None:
@@ -203,9 +207,11 @@ def _rule(name: OptimizerName, device: torch.device) -> UpdateRule:
     return AdamW8bit(device)
 
 
-def _rounding(settings: TrainerSettings, device: torch.device) -> StochasticRounding | None:
+def _rounding(
+    settings: TrainerSettings, part: int, device: torch.device
+) -> StochasticRounding | None:
     if settings.rounding != "nearest":
-        return StochasticRounding(settings.seed, device)
+        return StochasticRounding(settings.seed, device, part)
     log.warning(
         "rounding.loses_updates",
         lr=settings.lr,

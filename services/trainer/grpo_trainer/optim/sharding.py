@@ -47,7 +47,7 @@ class RankOptimizer(MasterOptimizer):
         for name, shape in self._division.shapes.items():
             for kind, whole in self._kinds(torch.empty(shape, device="meta")).items():
                 path = f"{kind}/{name}"
-                if path in found and self._has_rows(kind, whole.shape, shape):
+                if path in found and self._has_rows(kind):
                     found[path] = self._division.divided(found[path], whole.shape)
                 elif path in found and kind in self.update.rule.spans:
                     found[path] = self._blocks_of_ranks(found[path], shape)
@@ -60,16 +60,12 @@ class RankOptimizer(MasterOptimizer):
         padded = nn.functional.pad(own, (0, blocks - len(own)))[None]
         return self._division.divided(padded, torch.Size((self.parts, blocks)))
 
-    def _has_rows(self, kind: str, shape: torch.Size, of_parameter: torch.Size) -> bool:
+    def _has_rows(self, kind: str) -> bool:
         """Whether a whole tensor of the state is divided as its parameter is."""
-        rule = self.update.rule
-        if rule.is_elementwise and kind != MASTER:
-            return rule.spans.get(kind) == 1
-        return shape[:1] == of_parameter[:1]
+        return kind == MASTER or self.update.rule.spans.get(kind) == 1
 
     def place(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        kind, _, name = path.partition("/")
-        if self._division is None or not self._has_rows(kind, shape, self._division.shapes[name]):
+        if self._division is None or not self._has_rows(path.partition("/")[0]):
             return super().place(path, shape, dtype)
         own = self._division.own(torch.empty(shape, dtype=dtype, device="meta"))
         return self._division.divided(torch.empty_like(own, device="cpu"), shape)

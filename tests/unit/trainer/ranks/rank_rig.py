@@ -6,9 +6,11 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,9 +21,11 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
 from grpo_trainer.learner import GradientStats, build_learner
+from grpo_trainer.model import forward
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.division import whole_tensors
 from grpo_trainer.model.loading import TrainedWeights, broadcast_policy
+from grpo_trainer.model.policy import compile_layers
 from grpo_trainer.ranks import ALONE, Ranks, join
 from tests.support.forked import forked
 from tests.unit.trainer.forward_rig import ragged_batch
@@ -66,7 +70,9 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         for parameter in policy.parameters():  # so that the others need rank 0's weights
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
     policy, settings = broadcast_policy(policy, settings, ranks)
-    learner = build_learner(policy, settings, ranks)
+    with pytest.MonkeyPatch.context() as patch:  # inductor takes a minute
+        patch.setattr(forward, "compile_layers", partial(compile_layers, backend="aot_eager"))
+        learner = build_learner(policy, settings, ranks)
     orders = learner.orders
     optimizer, accumulate = learner.optimizer, learner.accumulate_once
     objective = settings.resolved_objective
@@ -80,7 +86,7 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
     norm, names = optimizer.step(0), list(trained_parameters(policy))
     for step in range(1, case.steps):
         optimizer.write_into_parameters()
-        optimizer.load_tensors(names, {k: t.clone() for k, t in optimizer.tensors(names).items()})
+        optimizer.load_tensors(names, as_read(optimizer.tensors(names)))
         accumulate(batch, objective, step)
         optimizer.step(step)
     optimizer.write_into_parameters()
@@ -102,6 +108,16 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         "state": state,
         "state_bytes": optimizer.state_bytes(),
         "overflowed": overflowed,
+    }
+
+
+def as_read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, as they would come from a checkpoint: scales are whole."""
+    return {
+        path: tensor.full_tensor()
+        if isinstance(tensor, DTensor) and "absmax" in path
+        else tensor.clone()
+        for path, tensor in tensors.items()
     }
 
 
