@@ -11,10 +11,9 @@ code works with that version only.
 
 import argparse
 import contextlib
-import platform
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesParser
@@ -22,8 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.tags import sys_tags
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 HERE = Path(__file__).parent
@@ -100,17 +98,16 @@ def before_packing(wheels: list[Path]) -> list[str]:
 
 
 def on_the_host(wheels: list[Path]) -> list[str]:
-    """Reasons why these wheels cannot work on this host."""
+    """Reasons why these wheels cannot work on this host. pip refuses those for another Python."""
     described = descriptions(wheels)
     asked = requirements(described)
     expected = [entry.name for entry in entries("host-has.txt")]
     there = installed([*expected, *(one.name for one in asked)]) | versions(described)
-    missing = [
+    faults = [
         f"host-has.txt lists {name}, but this host does not have it"
         for name in expected
         if name not in there
     ]
-    faults = [*unloadable(wheels), *missing]
     for one in unmet(asked, there):
         if one.is_exact or one.name not in there:
             faults.append(one.unmet(there))
@@ -125,15 +122,6 @@ def installed(names: list[str]) -> dict[str, Version | None]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = Version(metadata.version(name))
     return found
-
-
-def unloadable(wheels: list[Path]) -> Iterator[str]:
-    """One line if wheels are for another Python, processor or C library."""
-    loadable = frozenset(sys_tags())
-    others = [wheel.name for wheel in wheels if not loadable & parse_wheel_filename(wheel.name)[3]]
-    if others:
-        here = f"Python {platform.python_version()} with {' '.join(platform.libc_ver())}"
-        yield f"{here} cannot load {len(others)} of the wheels, for example {others[0]}"
 
 
 def unmet(asked: list[Asked], there: Versions) -> list[Asked]:
