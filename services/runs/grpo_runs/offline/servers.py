@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_core.clients.inference import BridgeInfo, GenerateAnswer
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
-from grpo_core.errors import ProtocolViolation, RequestRefused, problems_of
+from grpo_core.errors import ProtocolViolation, RequestRefused, parsing
 from grpo_core.tree.weights import ModeName
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.server import Home
@@ -160,20 +160,14 @@ class StockVllm(AsyncServiceClient):
             **sampling,
         }
         response = await self.send("POST", "/v1/completions", json=body)
-        try:
+        where = f"{_SERVICE} at {self.base_url}"
+        with parsing(f"{where}: the response from /v1/completions is invalid"):
             choices = _Answer.model_validate_json(response.content).choices
-        except ValidationError as error:
+        rows = [choice.token_ids or [] for choice in choices]
+        if not all(rows):
             raise ProtocolViolation(
-                f"{_SERVICE} at {self.base_url}: the response from /v1/completions is invalid: "
-                f"{problems_of(error)}"
-            ) from error
-        tokens = [choice.token_ids for choice in choices]
-        if not all(tokens):
-            raise ProtocolViolation(
-                f"{_SERVICE} at {self.base_url} returns no token ids; use vLLM 0.10.2 or later, or "
-                "vllm-api-server"
+                f"{where} returns no token ids; use vLLM 0.10.2 or later, or vllm-api-server"
             )
-        rows = [token_ids or [] for token_ids in tokens]
         return GenerateAnswer(
             text=[choice.text for choice in choices],
             prompt="",

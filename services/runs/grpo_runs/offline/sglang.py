@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import structlog
 import torch
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter
 
 from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
-from grpo_core.errors import ProtocolViolation, RequestRefused, problems_of
+from grpo_core.errors import ProtocolViolation, RequestRefused, parsing
 from grpo_core.weights.versions import Announcement
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.server import Home
@@ -151,13 +151,9 @@ def answer_of(response: httpx.Response, prompt_token_ids: list[int]) -> Generate
 
 
 def _generated(response: httpx.Response) -> list[_Generated]:
-    try:
+    hint = "if a logprob is null, it is not finite: check the weights for NaN"
+    with parsing(f"{SERVICE}: the response from /generate is invalid ({hint})"):
         found = _ANSWER.validate_json(response.content)
-    except ValidationError as error:
-        raise ProtocolViolation(
-            f"{SERVICE}: the response from /generate is invalid: {problems_of(error)}. A logprob "
-            "of null is not finite: check the weights for NaN"
-        ) from error
     rows = found if isinstance(found, list) else [found]
     for row in rows:
         if [token for _, token, _ in row.meta_info.output_token_logprobs] != row.output_ids:
@@ -201,12 +197,8 @@ class SglangClient(ServiceClient):
     def info(self) -> ServerInfo:
         """Raises `ServiceUnavailable`, `RequestRefused`, `ProtocolViolation`."""
         response = self.send("GET", "/server_info")
-        try:
+        with parsing(f"{SERVICE}: the response from /server_info is invalid"):
             return ServerInfo.model_validate_json(response.content)
-        except ValidationError as error:
-            raise ProtocolViolation(
-                f"{SERVICE}: the response from /server_info is invalid: {problems_of(error)}"
-            ) from error
 
     def weight_version(self) -> PolicyVersion | None:
         """The version of the served weights; None if no trainer of ours published them."""

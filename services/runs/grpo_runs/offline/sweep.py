@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from grpo_core.errors import GrpoError, problems_of
+from grpo_core.errors import GrpoError, parsing
 from grpo_runs.offline.errors import NoSweep
+from grpo_runs.report.steps import optional
 
 JOB_FILE = "job.json"
 _SHOWN_BARS = 40
@@ -61,11 +62,10 @@ def read_jobs(sweep: Path) -> list[Job]:
 def _job(path: Path) -> Job:
     """Raises `NoSweep`."""
     try:
-        return _JOB.validate_json(path.read_bytes())
+        with parsing(f"{path} is no result of a job, so remove it", NoSweep):
+            return _JOB.validate_json(path.read_bytes())
     except OSError as error:
         raise NoSweep(f"{path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        raise NoSweep(f"{path} is no result of a job: {problems_of(error)}; remove it") from None
 
 
 def report_sweep(sweep: Path) -> None:
@@ -93,7 +93,10 @@ def print_table(sweep: Path, jobs: Sequence[Job]) -> None:
             "failed" if job.error else str(rank),
             job.directory,
             *(str(job.overrides.get(name, "")) for name in varied),
-            *map(_shown, (job.score, job.lift, job.reward_first, job.reward_last)),
+            *(
+                optional(value, ".3f")
+                for value in (job.score, job.lift, job.reward_first, job.reward_last)
+            ),
         )
     console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
     console.print(table)
@@ -107,10 +110,6 @@ def _varied(jobs: Sequence[Job]) -> list[str]:
     """The keys that differ between jobs."""
     names = sorted({name for job in jobs for name in job.overrides})
     return [n for n in names if len({repr(job.overrides.get(n)) for job in jobs}) > 1] or names
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _draw(jobs: Sequence[Job], path: Path) -> None:

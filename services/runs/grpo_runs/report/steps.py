@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from grpo_core.curriculum import POOLS_FILE
-from grpo_core.errors import ProtocolViolation, problems_of
+from grpo_core.errors import ProtocolViolation, parsing
 from grpo_core.rollouts.page.encode import MFU, Point
 from grpo_runs.watch.followed_file import FollowedFile
 
@@ -71,13 +71,9 @@ class MetricsFile(FollowedFile):
         return [self._parse(line) for line in self.read()]
 
     def _parse(self, line: bytes) -> StepRecord:
-        try:
+        where = f"{self.path} line {self.number}"
+        with parsing(f"{where}: the record of a training step has missing or invalid fields"):
             return StepRecord.model_validate_json(line)
-        except ValidationError as error:
-            raise ProtocolViolation(
-                f"{self.path} line {self.number}: the record of a training step has missing or "
-                f"invalid fields: {problems_of(error)}"
-            ) from None
 
 
 def numbers_of(line: str | bytes) -> dict[str, float]:

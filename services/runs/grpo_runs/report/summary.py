@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from grpo_core.errors import ProtocolViolation, problems_of
+from grpo_core.errors import ProtocolViolation, parsing
 from grpo_core.tree.weights import ModeName
 from grpo_core.weights.servers import ServerStatus
 from grpo_runs.report.evaluations import EvaluationsFile, few_items_warning, lift_text
@@ -208,13 +208,10 @@ def warnings_text(warnings: Mapping[str, int]) -> str:
 def read_record(kind: type[Model], path: Path) -> Model:
     """Raises `ProtocolViolation` if the file is missing or has other content."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        with parsing(f"{path} has missing or invalid fields"):
+            return kind.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ProtocolViolation(f"cannot read {path}: {error.strerror}") from None
-    except ValidationError as error:
-        raise ProtocolViolation(
-            f"{path} has missing or invalid fields: {problems_of(error)}"
-        ) from None
 
 
 def summary_lines(facts: RunFacts, lifts: Sequence[str] = ()) -> list[str]:
