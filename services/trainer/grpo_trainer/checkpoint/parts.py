@@ -61,7 +61,7 @@ class StatePart:
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by path. Each is read when it is looked up.
+    """The tensors of a checkpoint by path. Those of a parameter are read when one is looked up.
 
     Args: place: where a tensor is read to
 
@@ -74,16 +74,22 @@ class SavedTensors(Mapping[str, Tensor]):
         heads = self._reader.read_metadata()  # once, not for each tensor
         self._reader.read_metadata = lambda: heads  # type: ignore[method-assign]
         self._facts = heads.state_dict_metadata
+        self._read: dict[str, Tensor] = {}
 
     def __getitem__(self, path: str) -> Tensor:
-        facts = self._facts[path]
-        assert isinstance(facts, TensorStorageMetadata)
-        found = self._place(path, facts.size, facts.properties.dtype)
-        if own_part(found).numel():
+        if path not in self._read:  # all of the parameter, because each call takes milliseconds
+            name = path.partition("/")[2]
+            self._read = {one: self._new(one) for one in self._facts if one.endswith(f"/{name}")}
+            own = {one: tensor for one, tensor in self._read.items() if own_part(tensor).numel()}
             with warnings.catch_warnings():  # that no process group is used
                 warnings.simplefilter("ignore", UserWarning)
-                load({path: found}, storage_reader=self._reader, no_dist=True)
-        return found
+                load(own, storage_reader=self._reader, no_dist=True)
+        return self._read.pop(path)
+
+    def _new(self, path: str) -> Tensor:
+        facts = self._facts[path]
+        assert isinstance(facts, TensorStorageMetadata)
+        return self._place(path, facts.size, facts.properties.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._facts)
