@@ -46,17 +46,14 @@ def _pieces(header: bytes, policy: CausalLM) -> Iterator[Tensor]:
 
 
 def _tensors(policy: CausalLM, is_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """In the order of the file: larger elements first, so that each tensor is aligned."""
+    """In the order of the file."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    held = model_tensors(policy)
-    for size in sorted({tensor.itemsize for tensor in held.values()}, reverse=True):
-        names = [name for name, tensor in held.items() if tensor.itemsize == size]
-        found = whole_tensors(policy, names)
-        if is_meta:
-            found = ((name, _meta(held[name])) for name in names)
-        for name, tensor in found:
-            yield from revert_weight_conversion(policy, {name: tensor}).items()
+    found = whole_tensors(policy)
+    if is_meta:
+        found = ((name, _meta(tensor)) for name, tensor in model_tensors(policy).items())
+    for name, tensor in found:
+        yield from revert_weight_conversion(policy, {name: tensor}).items()
 
 
 def _meta(tensor: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ from tests.unit.trainer.tiny_policy import LORA, model_directory
 
 HOST = torch.device("cpu")
 SILENT_S = 60.0
+NEVER_S = 3600.0
+"""Longer than the test may take."""
 VERSION = PolicyVersion(1, 5)
 NAME = f"1-5{ARRIVING}"
 BUCKET, CHUNK = 4096, 512
@@ -213,7 +215,7 @@ class Watch:
 
 
 def directories_of(watch: Watch, root: Path) -> CollectiveDirectories:
-    made = CollectiveDirectories(root, watch, "localhost", SILENT_S)  # type: ignore[arg-type]
+    made = CollectiveDirectories(root, watch, "localhost", NEVER_S)  # type: ignore[arg-type]
     made.prepare()
     return made
 
