@@ -281,6 +281,32 @@ def test_a_run_that_does_not_go_on_is_named(
             follow_training(whole, stack)
 
 
+def test_steps_that_ranks_repeat_after_their_restart_count_once(tmp_path: Path) -> None:
+    """The second and the third step were taken after the newest checkpoint."""
+    run, shown = RunDirectory(tmp_path), Shown()
+    old = [metrics_line(step) for step in (1, 2, 3)]
+    new = [metrics_line(1), *(metrics_line(step, **{"reward/mean": 9.0}) for step in (2, 3, 4))]
+    run.metrics.write_text("".join(old))
+    run.logs.mkdir()
+
+    class Restarting(Shown):
+        def line(self, text: str, style: str | None = None) -> None:
+            shown.line(text, style)
+            if text.split()[:1] == ["3/40"] and " 9.000 " not in text:
+                run.metrics.write_text("".join(new))
+                (tmp_path / "done").touch()
+
+    whole = WholeRun(load("--steps", "4"), run, Restarting(), EvaluationsFile(run.evaluations))
+    ends = f"import pathlib\nwhile not pathlib.Path({str(tmp_path / 'done')!r}).exists(): pass"
+    with StopRequest() as request, Stack(run.logs, request) as stack:
+        programs = {"trainer": ends, "environment": SLEEP}
+        stack.start([script(name, text, may_finish=True) for name, text in programs.items()])
+        records = follow_training(whole, stack)
+    assert [(one.step, one.reward_mean) for one in records] == [(1, 0.1), (2, 9), (3, 9), (4, 9)]
+    steps = [line.split()[0] for line in shown.out.splitlines() if "/40" in line]
+    assert steps == ["1/40", "2/40", "3/40", "2/40", "3/40", "4/40"]
+
+
 def load(*words: str, at_start: bool = False) -> RunSettings:
     return load_settings(DemoSettings, words, {}, at_start=at_start, below=DEMO_FILE)
 

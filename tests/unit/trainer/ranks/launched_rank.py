@@ -48,14 +48,14 @@ def _wait(directory: Path) -> NoReturn:
 def _train_on(
     directory: Path, start: str, settings: TrainerSettings, ranks: Ranks, stop: Stop | None
 ) -> None:
-    """Notes each batch in `DIRECTORY/batches-START`. In the first start, rank 0 waits for its end
-    after some of them."""
+    """Notes each batch in `DIRECTORY/batches-START`. After some of them, rank 0 once waits for its
+    end."""
     from grpo_runs.offline.local import WeightsInProcess
     from tests.unit.trainer.ranks.test_loop import Queue
 
     class Noted(Queue):
         def poll(self, *_: object) -> LeasedBatch:
-            if start == "0" and self.given == BATCHES_BEFORE_IT:
+            if self.given == BATCHES_BEFORE_IT and not (directory / WAITING).exists():
                 _wait(directory)
             with (directory / f"batches-{start}").open("a") as file:
                 file.write(f"{self.given + 1} ")
