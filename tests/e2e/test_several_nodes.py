@@ -1,75 +1,38 @@
-"""A run on two nodes, each a network namespace. They share no directory, and no name of theirs
-leads to the other one. The second node is killed, and joins again."""
+"""A run on two nodes, each a network namespace: started by hand, and by Slurm."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.demo_run import DEADLINE_S
 from tests.support.pages import ROOT
+from tests.support.two_nodes import ADDRESSES, end_all, slurm_of, two_nodes, within
 from tests.support.wait import wait_for
 
 STEPS, LOST_AFTER, SAVED_EVERY = 12, 5, 2
-HEAD, OTHER = "10.231.77.1", "10.231.77.2"
-MEETING = ("--nodes", "2", "--rendezvous", f"{HEAD}:29500")
+MEETING = ("--nodes", "2", "--rendezvous", f"{ADDRESSES[0]}:29500")
+
+VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(DEADLINE_S + 60)]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def two_nodes() -> Iterator[tuple[str, str]]:
-    """The names of two network namespaces that are connected."""
-    names = f"grpo-a-{os.getpid()}", f"grpo-b-{os.getpid()}"
-    made: list[str] = []
-    try:
-        for name in names:
-            try:
-                _ip("netns", "add", name)
-            except (OSError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-            made.append(name)
-        ends = [("veth", "netns", name) for name in names]
-        _ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
-        for name, address in zip(names, (HEAD, OTHER), strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "veth")
-            for device in ("lo", "veth"):
-                _ip("-n", name, "link", "set", device, "up")
-        yield names
-    finally:
-        for name in made:
-            end_all(name)
-            _ip("netns", "delete", name)
-
-
-def end_all(node: str) -> None:
-    """Kill every process of a node."""
-    found = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True)
-    for pid in map(int, found.stdout.split()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def start(node: str, log: Path, module: str, *words: str) -> subprocess.Popen[bytes]:
-    variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         return subprocess.Popen(
-            ["ip", "netns", "exec", node, sys.executable, "-m", module, *words],
+            within(node, sys.executable, "-m", module, *words),
             cwd=log.parent,
-            env=os.environ | variables,
+            env=os.environ | VARIABLES,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -91,6 +54,7 @@ def wait_for_step(step: int, metrics: Path, logs: Sequence[Path], *running: obje
 
 
 def test_a_run_on_two_nodes_goes_on_after_one_was_killed(tmp_path: Path, tiny_model: Path) -> None:
+    """They share no directory, and no name leads from one to the other."""
     run, away = tmp_path / "run", tmp_path / "away"
     logs = (tmp_path / "head.log", away / "log")
     with two_nodes() as (first, second):
@@ -109,3 +73,33 @@ def test_a_run_on_two_nodes_goes_on_after_one_was_killed(tmp_path: Path, tiny_mo
     assert json.loads((run / "summary.json").read_text())["summary"]["steps"] == STEPS
     assert "ranks.restarted" in (run / "logs" / "trainer.log").read_text()
     assert not [*away.rglob("*.safetensors")], "rank 0 alone writes"
+
+
+def test_slurm_runs_it_on_two_nodes_and_a_killed_rank_starts_again(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    work = tmp_path / "work"
+    (work / "logs").mkdir(parents=True)
+    shutil.copy(ROOT / "online.sh", work)
+    words = ("--task", "arithmetic", "--mode", "none", "--eval-every", "0")
+    sizes = ("--steps", str(STEPS), "--state-interval", str(SAVED_EVERY))
+    metrics, log = work / "runs" / "slurm-1" / "metrics.jsonl", work / "logs" / "slurm_1.out"
+    with two_nodes() as nodes, slurm_of(nodes, tmp_path / "slurm") as config:
+        own = {"SLURM_CONF": str(config), "PYTHON": sys.executable}
+        job = subprocess.Popen(
+            within(nodes[0], "sbatch", "--wait", "online.sh", str(tiny_model), *words, *sizes),
+            cwd=work,
+            env=os.environ | VARIABLES | own,
+        )
+        wait_for_step(LOST_AFTER, metrics, [log], job)
+        _rank_of(nodes[1]).kill()
+        assert job.wait(DEADLINE_S) == 0, log.read_text()
+    assert steps(metrics) == [*range(1, STEPS + 1)]
+    assert "ranks.restarted" in log.read_text(), "the second node has no other log"
+
+
+def _rank_of(node: str) -> psutil.Process:
+    found = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True)
+    ranks = [psutil.Process(int(pid)) for pid in found.stdout.split()]
+    (rank,) = [one for one in ranks if one.environ().get("RANK") == "1"]
+    return rank
