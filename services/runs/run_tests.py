@@ -11,10 +11,10 @@ import math
 import sys
 import tempfile
 import unittest
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -36,20 +36,24 @@ ITERATIONS = 2
 
 def run_small(directory: Path, iterations: int, evaluated: int) -> RunFiles:
     """A run of a small model in this process. Args: evaluated: number of items"""
-    from grpo_runs.offline.loop import run_offline
     from grpo_tiny_model.model import ensure_tiny_model
 
     screen = quiet_screen()
     model = str(ensure_tiny_model())
-    keys = OfflineKeys.model_validate(
-        {
-            "model": {"train_id": model, "ref_id": model, "device": "cpu"},
-            "generation": {"backend": "local", "max_new_tokens": 8},
-            "eval": {"backend": "local", "max_new_tokens": 8, "num_ids": evaluated},
-            "train": {"iterations": iterations, "lr": 1e-4},
-        }
-    )
-    run_offline(keys, directory, screen)
+    content = {
+        "model": {"train_id": model, "ref_id": model, "device": "cpu"},
+        "generation": {"backend": "local", "max_new_tokens": 8},
+        "eval": {"backend": "local", "max_new_tokens": 8, "num_ids": evaluated},
+        "train": {"iterations": iterations, "lr": 1e-4},
+    }
+    return run_with(content, directory, screen)
+
+
+def run_with(content: Mapping[str, Any], directory: Path, screen: OfflineScreen) -> RunFiles:
+    """Args: content: keys that are not the default"""
+    from grpo_runs.offline.loop import run_offline
+
+    run_offline(OfflineKeys.model_validate(content), directory, screen)
     return RunFiles(directory)
 
 
@@ -77,12 +81,8 @@ def test_configuration() -> None:
         content = OmegaConf.to_container(compose(CONFIG_FILE.stem), resolve=True)
     assert OfflineKeys.model_validate(content) == OfflineKeys.model_validate({})
     assert words_for_hydra(["-m", "train.lr=[1e-5,2e-5]"]) == ["-m", "train.lr=1e-5,2e-5"]
-    try:
+    with unittest.TestCase().assertRaisesRegex(KeysInvalid, "-m"):  # noqa: PT027 - without pytest
         words_for_hydra(["train.lr=[1e-5,2e-5]"])
-    except KeysInvalid as error:
-        assert "-m" in str(error)  # noqa: PT017
-    else:
-        raise AssertionError("a list for train.lr was accepted without -m")
 
 
 def test_kl_divergence_and_its_control() -> None:
@@ -133,31 +133,24 @@ def test_evaluations_and_pages() -> None:
 def test_models_and_resuming() -> None:
     for number in range(ITERATIONS):
         assert (run().path / "checkpoints" / f"iter_{number:03}" / "config.json").is_file()
-    from grpo_runs.offline.loop import run_offline
-
-    keys = OfflineKeys.model_validate(resumed_keys(run().path))
     before = len(records())
-    run_offline(keys, run().path, quiet_screen())
+    run_with(resumed_keys(run().path), run().path, quiet_screen())
     assert len(records()) == before
 
 
-def run_tests(names: Mapping[str, Any]) -> tuple[int, int]:
-    """Run all functions that begin with `test_`; returns how many passed, and their number.
+def main(names: Mapping[str, Any], what: str, facts: Callable[[], str] = str) -> NoReturn:
+    """Run all functions that begin with `test_`, show how many passed, and end the process.
 
-    Args: names: those of the script's module
+    Args: names: those of the script's module; what: "passed"; facts: lines above, after the tests
     """
+    prepare_cpu()  # before torch is imported
     tests = [value for name, value in names.items() if name.startswith("test_")]
     suite = unittest.TestSuite(map(unittest.FunctionTestCase, tests))
     result = unittest.TextTestRunner(sys.stdout, verbosity=2).run(suite)
-    return len(tests) - len(result.failures) - len(result.errors), len(tests)
-
-
-def main() -> None:
-    prepare_cpu()  # before torch is imported
-    passed, count = run_tests(globals())
-    sys.stdout.write(f"{passed}/{count} tests passed\n")
-    raise SystemExit(passed < count)
+    passed = len(tests) - len(result.failures) - len(result.errors)
+    sys.stdout.write(f"{facts()}{passed}/{len(tests)} {what}\n")
+    raise SystemExit(passed < len(tests))
 
 
 if __name__ == "__main__":
-    main()
+    main(globals(), "tests passed")

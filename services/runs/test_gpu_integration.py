@@ -20,11 +20,9 @@ from typing import Any
 
 import yaml
 
-from grpo_core.cpu import prepare_cpu
-from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.screen import OfflineScreen
-from run_tests import run_tests
+from run_tests import main, run_with
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000"
 ITERATIONS = 2
@@ -43,23 +41,17 @@ def served() -> dict[str, Any]:
 @cache
 def run() -> RunFiles:
     """A whole run, which the tests look at."""
-    from grpo_runs.offline.loop import run_offline
-
     model, room = served().get("root") or served()["id"], served().get("max_model_len") or 2048
     limits = {"seq_len": min(2048, room)}
-    keys = OfflineKeys.model_validate(
-        {
-            "model": {"train_id": model, "ref_id": model},
-            "generation": {"base_url": URL, "max_new_tokens": 8},
-            "eval": {"base_url": URL, "max_new_tokens": 8, "num_ids": 4},
-            "train": {"iterations": ITERATIONS},
-            "grpo": limits,
-            "env_server": limits,
-        }
-    )
-    directory = Path(tempfile.mkdtemp(prefix="grpo-offline-"))
-    run_offline(keys, directory, OfflineScreen())
-    return RunFiles(directory)
+    content = {
+        "model": {"train_id": model, "ref_id": model},
+        "generation": {"base_url": URL, "max_new_tokens": 8},
+        "eval": {"base_url": URL, "max_new_tokens": 8, "num_ids": 4},
+        "train": {"iterations": ITERATIONS},
+        "grpo": limits,
+        "env_server": limits,
+    }
+    return run_with(content, Path(tempfile.mkdtemp(prefix="grpo-offline-")), OfflineScreen())
 
 
 def test_rollouts_of_the_server() -> None:
@@ -102,12 +94,5 @@ def device() -> str:
     return torch.cuda.get_device_name() if on_gpu else "CPU"
 
 
-def main() -> None:
-    prepare_cpu()  # before torch is imported
-    passed, count = run_tests(globals())
-    sys.stdout.write(f"trained on: {device()}\n{passed}/{count} passed\n")
-    raise SystemExit(passed < count)
-
-
 if __name__ == "__main__":
-    main()
+    main(globals(), "passed", lambda: f"trained on: {device()}\n")
