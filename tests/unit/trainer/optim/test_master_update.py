@@ -25,8 +25,8 @@ BETWEEN = 1.0 + 2**-8
 """Halfway between two bf16 numbers, so either is equally likely."""
 
 
-def rounded(wide: Tensor, seed: int = 0, step: int = 0) -> Tensor:
-    stochastic = StochasticRounding(seed, torch.device("cpu"))
+def rounded(wide: Tensor, seed: int = 0, step: int = 0, part: int = 0) -> Tensor:
+    stochastic = StochasticRounding(seed, torch.device("cpu"), part)
     stochastic.begin_step(step)
     target = torch.empty_like(wide, dtype=torch.bfloat16)
     stochastic.round_into(target, wide)
@@ -62,6 +62,7 @@ def test_random_numbers_follow_from_seed_and_step_and_differ_otherwise() -> None
     assert torch.equal(rounded(wide, seed=3, step=5), first)
     for seed, step in [(3, 6), (4, 5), (5, 3), (35, 0)]:
         assert is_independent(rounded(wide, seed, step), first)
+    assert is_independent(rounded(wide, seed=3, step=5, part=1), first)
 
 
 def is_independent(one: Tensor, other: Tensor) -> bool:
