@@ -27,7 +27,7 @@ def pod_of(release: Release, index: int) -> str:
 def test_ranks_of_two_pods_train_one_model_and_lost_pods_come_back(two_nodes: Release) -> None:
     release = two_nodes
     release.install(
-        *(f"run.steps={STEPS}", "trainer.extraArgs={--state-interval,2}"),
+        *(f"run.steps={STEPS}", "trainer.extraArgs={--fsdp,--state-interval,2}"),
         *("trainer.nodes=2", "persistence.accessMode=ReadWriteMany"),
     )
     release.wait_until(lambda: len(release.records()) >= 5)
