@@ -98,6 +98,22 @@ def moments(tensors: dict[str, torch.Tensor], number: int, name: str) -> torch.T
     return tensors[f"qmap{number}/{name}"][bits.int()] * scales
 
 
+@pytest.mark.full
+def test_the_state_of_adafactor_which_each_rank_has_whole_passes_unchanged(
+    model: Path, tmp_path: Path
+) -> None:
+    source, found = None, list[dict[str, torch.Tensor]]()
+    for number, count in enumerate([1, 2, 1]):
+        processes = Processes(count, options={"optimizer": "adafactor"})
+        assert {*processes.pass_on(model, source, tmp_path / str(number))} == {0}
+        source = newest(tmp_path / str(number))
+        found.append(tensors_of(source))
+    assert any(path.startswith("row_var/") for path in found[0])
+    assert found[0].keys() == found[1].keys() == found[2].keys()
+    for other in found[1:]:
+        assert all(torch.equal(other[path], tensor) for path, tensor in found[0].items())
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_state_of_former_releases_is_read(count: int, tmp_path: Path) -> None:
     """Their trainer has written the archive."""
