@@ -181,4 +181,4 @@ async def open_run(
     await run.store.reset()
     await run.register()
     yield run
-    await run.store.close()
+    await run.store.link.close()

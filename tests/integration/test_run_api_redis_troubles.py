@@ -179,7 +179,7 @@ async def impatient(server: OwnRedis) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(create_app(store, settings, asyncio.Event()))
     async with httpx.AsyncClient(transport=transport, base_url="http://run-api") as replica:
         yield replica
-    await store.close()
+    await link.close()
 
 
 async def test_redis_that_hangs_or_is_gone_is_503_or_waited_for_and_loses_nothing(

@@ -48,7 +48,7 @@ def create_app(store: RunStore, settings: RunApiSettings, closing: asyncio.Event
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
         services.decoder.close()
-        await store.close()
+        await store.link.close()
 
     app = FastAPI(
         title="run-api",

@@ -44,7 +44,7 @@ async def root() -> Greeting:
 @router.get("/health", responses=refusals(503))
 async def health(services: Services) -> Healthy:
     """Answers with status 200 if Redis answers, else 503."""
-    await services.store.ping()
+    await services.store.link.ping()
     return {"status": "ok"}
 
 
@@ -59,7 +59,7 @@ async def readyz(services: Services) -> Healthy:
     """Answers with status 200 if Redis answers and run-api is not stopping, else 503."""
     if services.closing.is_set():
         raise ShuttingDown
-    await services.store.ping()
+    await services.store.link.ping()
     return {"status": "ok"}
 
 
@@ -74,7 +74,7 @@ async def metrics(services: Services, request: Request) -> Response:
             run = RunScrape(
                 await store.stats(),
                 await store.servers.counted(),
-                await store.append_only_file_bytes(),
+                await store.link.append_only_file_bytes(),
             )
     return services.metrics.exposition(run, request.headers.get("accept", ""))
 

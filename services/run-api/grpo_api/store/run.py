@@ -99,21 +99,15 @@ class RunStore:
     def __init__(
         self, link: RedisLink, environment_timeout_s: float, max_leased_bytes: int
     ) -> None:
-        self._link = link
+        self.link = link
         self._timeout_ms = int(environment_timeout_s * 1000)
         self.payloads = PayloadStore(link)
         self.queue = GroupQueue(link, self.payloads)
         self.leases = Leases(link, max_leased_bytes)
         self.servers = ServerRecords(link)
 
-    async def close(self) -> None:
-        await self._link.close()
-
-    async def ping(self) -> None:
-        await self._link.ping()
-
     async def reset(self) -> None:
-        await self._link.script("reset")
+        await self.link.script("reset")
 
     async def register_trainer(self, registration: Registration) -> tuple[TrainerEnrolled, int]:
         """Register a trainer. If that changes the batch size of the run, check first that the
@@ -128,7 +122,7 @@ class RunStore:
         trainer_id, run_uuid = uuid.uuid4(), uuid.uuid4().hex
         approved = b""  # fingerprint of a state for which the new batch size was approved
         for _ in range(2):
-            outcome, *rest = await self._link.script(
+            outcome, *rest = await self.link.script(
                 "register_trainer",
                 registration.model_dump_json(),
                 registration.batch_size,
@@ -164,10 +158,10 @@ class RunStore:
 
     async def _follow(self, server_run_id: str | None) -> None:
         """Let the inference server of another run id write its served version to this run too."""
-        own, pointer = self._link.served_weights, self._link.followed_server
+        own, pointer = self.link.served_weights, self.link.followed_server
         source = served_weights_key(server_run_id) if server_run_id is not None else own
         wanted = "" if source == own else server_run_id or ""
-        followed = (await self._link.call("GET", pointer) or b"").decode()
+        followed = (await self.link.call("GET", pointer) or b"").decode()
         if followed == wanted:
             return
         commands: list[tuple[str, ...]] = [("UNLINK", own), ("SET", pointer, wanted)]
@@ -176,11 +170,11 @@ class RunStore:
         if wanted:
             commands.append(("SADD", served_weights_followers_key(wanted), own))
             commands.append(("COPY", source, own))
-        await self._link.transaction(*commands)
+        await self.link.transaction(*commands)
 
     async def trainer(self) -> Registration | None:
-        (trainer,) = self._link.keys("trainer")
-        found = await self._link.call("HGET", trainer, "registration")
+        (trainer,) = self.link.keys("trainer")
+        found = await self.link.call("HGET", trainer, "registration")
         return Registration.model_validate_json(found) if found else None
 
     async def register_environment(
@@ -193,14 +187,14 @@ class RunStore:
         Raises:
             Refused: 422, the group size does not divide the batch size.
         """
-        outcome, *rest = await self._link.script(
+        outcome, *rest = await self.link.script(
             "register_environment",
             registration.model_dump_json(),
             registration.desired_name,
             registration.group_size,
             RECEIPT_S,
             GONE_TIMEOUTS * self._timeout_ms,
-            own_keys=self._link.keys(receipt_key(key and f"environment {key}")),
+            own_keys=self.link.keys(receipt_key(key and f"environment {key}")),
         )
         if outcome == b"wait":
             return None
@@ -228,7 +222,7 @@ class RunStore:
 
         Returns the number of dropped parts; None if no environment ever had this id.
         """
-        dropped: int | None = await self._link.script("disconnect_environment", env_id)
+        dropped: int | None = await self.link.script("disconnect_environment", env_id)
         return dropped
 
     async def view(self, polling: int | None = None) -> RunView:
@@ -237,7 +231,7 @@ class RunStore:
         Args:
             polling: the environment that asks; its time of last poll is updated.
         """
-        answer = await self._link.script("view_run", "" if polling is None else polling)
+        answer = await self.link.script("view_run", "" if polling is None else polling)
         now_ms, trainer, registrations, names, connected, seen, kinds, sizes, totals = answer
         step, batch_size, ends_at = trainer
         queued_groups, queued_bytes, buffered_bytes = (int(total or 0) for total in totals)
@@ -257,10 +251,6 @@ class RunStore:
             stored_bytes=queued_bytes + buffered_bytes,
             num_steps=None if ends_at is None else int(ends_at),
         )
-
-    async def append_only_file_bytes(self) -> int | None:
-        """None if Redis does not tell."""
-        return await self._link.append_only_file_bytes()
 
     async def status(self) -> RunStatus:
         stats = await self.stats()
@@ -286,7 +276,7 @@ class RunStore:
 
     async def stats(self) -> RunStats:
         """All counters at one moment. The cost does not grow with the queue."""
-        answer = await self._link.script("read_stats", self._timeout_ms)
+        answer = await self.link.script("read_stats", self._timeout_ms)
         stats = RunStats(*answer)
         return stats._replace(
             oldest_lease_age_seconds=stats.oldest_lease_age_seconds / 1000,
@@ -311,12 +301,12 @@ class RunStore:
         receipt = receipt_key(key and f"refusal {key} {line}")
         try:
             async with asyncio.timeout(_COUNTING_S):
-                await self._link.script(
+                await self.link.script(
                     "count_refusal",
                     RECEIPT_S if key else _RECEIPT_WITHOUT_KEY_S,
                     groups,
                     line,
-                    own_keys=self._link.keys(receipt),
+                    own_keys=self.link.keys(receipt),
                 )
         except (StoreUnavailable, TimeoutError) as error:
             log.warning("refusal.not_counted", refusal=line, reason=str(error))
