@@ -19,21 +19,33 @@ REDIS, RUN_API, SERVER = "redis", "run-api", "vllm-server"
 TRAINER, ENVIRONMENT = "trainer", "environment"
 ENGINE, SUPERVISOR = "engine", "supervisor"
 """Of a server, which is its supervisor with all below it."""
-RANK, REWARD_WORKER = "rank", "reward-worker"
-"""Any one of the trainer's, and any one of the environment's."""
+WORKER, RANK = "worker", "rank"
+"""The process of an engine that computes, and one of the trainer's processes, by its number."""
+REWARD_WORKER = "reward-worker"
+"""Any one of the environment's."""
+NODE = "node"
+"""A host, by its number, with all its processes."""
+RENDEZVOUS = "rendezvous"
+"""Name of a port."""
 SHARED = "shared_vllm"
 LORA_ONLY, LORA_RESTART = "lora_only", "lora_restart"
+FILES, COLLECTIVE = "files", "collective"
 OTHER_MODES = (LORA_ONLY, LORA_RESTART, "none")
 RESTART_EVERY_STEPS = 3
 BATCH_SIZE = 16
 STATE_INTERVAL = 3
 SUMS = Path(__file__).with_name("sums.py")
+FIRST_NODE = "10.0.0.1"
 LONGER_THAN_ANY_WAIT_S = 3600
 """For leases and deadlines that no test may reach."""
 
 
 def server_names(number: int) -> tuple[str, ...]:
     return (SERVER, *(f"{SERVER}-{index}" for index in range(1, number)))
+
+
+def trainer_names(nodes: int) -> tuple[str, ...]:
+    return (TRAINER, *(f"{TRAINER}-{index}" for index in range(1, nodes)))
 
 
 def health_of(server: str) -> str:
@@ -46,7 +58,10 @@ class Shape:
     """Args:
     mode: the weight-sync mode
     servers: number of inference servers; several follow the versions in Redis
-    ranks: number of trainer processes, which torchrun starts
+    ranks: number of trainer processes
+    nodes: number of hosts among which the ranks are divided; the first has all other processes too
+    fsdp: divides the weights among the ranks, and so the checkpoints
+    transport: of weights
     as_shipped: with the deadlines that users get, and rewards in worker processes
     is_pretrained: SmolLM2 in place of the tiny model
     in_containers: of Compose, which restarts what is killed
@@ -58,6 +73,9 @@ class Shape:
     mode: str
     servers: int = 1
     ranks: int = 1
+    nodes: int = 1
+    fsdp: bool = False
+    transport: str = FILES
     as_shipped: bool = False
     is_pretrained: bool = False
     in_containers: bool = False
@@ -67,12 +85,21 @@ class Shape:
     @property
     def start_order(self) -> tuple[tuple[str, ...], ...]:
         """Processes of one row start at the same time."""
-        return ((REDIS,), (RUN_API, *server_names(self.servers)), (TRAINER,), (ENVIRONMENT,))
+        services = (RUN_API, *server_names(self.servers))
+        return ((REDIS,), services, trainer_names(self.nodes), (ENVIRONMENT,))
+
+    def on(self, node: str) -> list[str]:
+        """The processes of a host."""
+        elsewhere = trainer_names(self.nodes)[1:]
+        if index := int(node.removeprefix(f"{NODE}-")):
+            return [elsewhere[index - 1]]
+        return [name for row in self.start_order for name in row if name not in elsewhere]
 
     def ports(self) -> dict[str, int]:
         names = server_names(self.servers)
         health = [health_of(name) for name in names]
-        return {name: free_port() for name in (REDIS, RUN_API, TRAINER, *names, *health)}
+        single = (REDIS, RUN_API, TRAINER, RENDEZVOUS)
+        return {name: free_port() for name in (*single, *names, *health)}
 
 
 @dataclass
@@ -109,9 +136,11 @@ class Commands:
         commands: dict[str, Callable[[], list[str]]] = {
             REDIS: self._redis,
             RUN_API: lambda: [*python, "grpo_api", *self._run_api()],
-            TRAINER: lambda: [*python, *self._trainer_module(), *self._trainer()],
+            TRAINER: lambda: [*python, "tests.whole_run.staged_trainer", *self._trainer()],
             ENVIRONMENT: lambda: [*python, *self._environment_module(), *self._environment()],
         }
+        if name.startswith(TRAINER):
+            return commands[TRAINER]()
         return commands[name]()
 
     def _redis(self) -> list[str]:
@@ -173,13 +202,6 @@ class Commands:
             }
         )
 
-    def _trainer_module(self) -> list[str]:
-        module = ["tests.whole_run.staged_trainer"]
-        if self.shape.ranks == 1:
-            return module
-        ranks = ["--standalone", "--nproc-per-node", str(self.shape.ranks)]
-        return ["torch.distributed.run", *ranks, "-m", *module]
-
     def _lr(self) -> float:
         """With which a publication moves the logprobs, and no model is lost."""
         if self.shape.is_pretrained:
@@ -207,9 +229,17 @@ class Commands:
             return _flags(flags | {"verify-every-steps": 1} | lease)
         if self.mode != LORA_ONLY:
             flags["vllm-restart-interval"] = RESTART_EVERY_STEPS
-        if (servers := self.shape.servers) > 1:
-            flags |= {"num-inference-nodes": servers, "master-port": self.ports[TRAINER]}
-        return _flags(flags | self._of_the_run(TRAINER))
+        shape, flags = self.shape, flags | self._of_the_run(TRAINER)
+        if shape.servers > 1:
+            flags |= {"num-inference-nodes": shape.servers, "master-port": self.ports[TRAINER]}
+        if shape.transport != FILES:
+            flags["weight-transport"] = shape.transport
+        if shape.ranks > 1:
+            flags["ranks"] = shape.ranks // shape.nodes
+        if shape.nodes > 1:
+            meeting = f"{FIRST_NODE}:{self.ports[RENDEZVOUS]}"
+            flags |= {"nodes": shape.nodes, "rendezvous": meeting}
+        return [*_flags(flags), *["--fsdp"] * shape.fsdp]
 
     def _of_the_run(self, client: str) -> dict[str, object]:
         url = f"redis://{self._host(REDIS, client)}:{self.ports[REDIS]}/0"

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,11 +19,13 @@ import psutil
 from grpo_core.closing import ClosesOnExit
 from grpo_core.process import ManagedProcess
 from grpo_core.redis.server import answers_ping
+from grpo_trainer.errors import EXIT_LOST
 from tests.support.process_table import is_alive, processes_with, stop_for
 from tests.support.wait import wait_for
 from tests.whole_run.commands import (
     ENGINE,
     ENVIRONMENT,
+    NODE,
     RANK,
     REDIS,
     RESTART_EVERY_STEPS,
@@ -32,9 +35,12 @@ from tests.whole_run.commands import (
     SHARED,
     SUPERVISOR,
     TRAINER,
+    WORKER,
     Commands,
     health_of,
+    trainer_names,
 )
+from tests.whole_run.hosts import Hosts
 from tests.whole_run.journal import JOURNAL, Entry, Journals, lines_of
 from tests.whole_run.journal import VARIABLE as JOURNALS
 from tests.whole_run.stages import HELD, VARIABLE, WANTED, read
@@ -47,6 +53,8 @@ DEADLINE_S = 300.0
 MOVED = 100 * NOISE
 """Minimum change of the logprobs by a publication, so that old and new weights can be told
 apart."""
+INNER = (ENGINE, WORKER)
+"""Parts of a server, which starts them again."""
 CALLS = {TRAINER: "/batch", ENVIRONMENT: "/(scored_data|status-env|info)"}
 """Paths of run-api that processes request repeatedly until they get an answer."""
 
@@ -64,13 +72,17 @@ class Rig(ClosesOnExit):
         self._processes: dict[str, ManagedProcess] = {}
         self._ended: set[str] = set()
         self._starts = 0
+        self._hosts = Hosts(self.directory) if commands.shape.nodes > 1 else None
+        self._read_on = 0
+        """Where the trainer's log of its present ranks begins."""
         self.checkpoints = commands.checkpoints
         self._metrics = self.directory / "metrics.jsonl"
         self.run_api_url = commands.url(RUN_API)
+        self._far_trainer = trainer_names(commands.shape.nodes)[-1]
 
     def start(self, *names: str) -> None:
         """Start processes and wait until they are ready. Supervisors start their engines."""
-        processes = {server_of(name) for name in names if not name.startswith(ENGINE)}
+        processes = {server_of(name) for name in names if not name.startswith(INNER)}
         for row in self._commands.start_order:
             starting = [name for name in row if name in processes]
             for name in starting:
@@ -84,11 +96,14 @@ class Rig(ClosesOnExit):
             self._processes[name].kill()  # the process ended: collect its exit status
         self._starts += 1
         self._ended.discard(name)
+        if name == TRAINER:
+            self._read_on = 0
         log = self.directory / f"{self._starts:03}-{name}.log"
         variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         variables |= {VARIABLE: str(self._stages), JOURNALS: str(self.directory / JOURNAL)}
         variables |= self._commands.variables()
-        command = [*self._commands.of(name), *flags]
+        far = self._hosts.second if self._hosts and name == self._far_trainer else ()
+        command = [*far, *self._commands.of(name), *flags]
         self._processes[name] = ManagedProcess(name, command, log, variables)
         return self._processes[name]
 
@@ -96,14 +111,29 @@ class Rig(ClosesOnExit):
         self._processes[name].wait_until(lambda: self._ready(name), self._deadline_s)
 
     def start_what_is_dead(self) -> None:
+        """The trainer itself starts its ranks again, until it has done that too often."""
+        self._start_dead()
+        if self._read_on:
+            trainer = self._processes[TRAINER]
+            self._ended.add(TRAINER)
+            self.wait_for(lambda: self._ready(TRAINER) or trainer.exit_code == EXIT_LOST)
+            self._ended.discard(TRAINER)
+            self._start_dead()
+
+    def _start_dead(self) -> None:
         living = [p.name for p in self._processes.values() if p.exit_code is None]
         rows = self._commands.start_order
         self.start(*(name for row in rows for name in row if name not in living))
 
     def kill(self, *names: str) -> None:
         """Kill a process with SIGKILL; those below it must end by themselves. Of an engine, the
-        process that answers HTTP and those that compute."""
+        process that answers HTTP and those that compute; of a host, all."""
         for name in names:
+            if TRAINER in self._processes and name.startswith((RANK, TRAINER, NODE)):
+                self._read_on = len(self.log(TRAINER))  # the other ranks end too
+            if name.startswith(NODE):
+                self._kill_node(name)
+                continue
             try:
                 root, *below = self.tree(name)
             except psutil.NoSuchProcess:  # it was killed before
@@ -111,13 +141,21 @@ class Rig(ClosesOnExit):
             for each in (*below, root) if name.startswith(ENGINE) else (root,):
                 with contextlib.suppress(psutil.NoSuchProcess):  # it ended with another one
                     each.kill()
-            if name == RANK:  # torchrun ends the others
-                wait_for(lambda: self._processes[TRAINER].exit_code is not None)
-                self._ended.add(TRAINER)
-            elif server_of(name) in self._processes and not name.startswith(ENGINE):
+            if server_of(name) in self._processes and not name.startswith(INNER):
                 _wait_for_end(below)
                 self._processes[server_of(name)].kill()  # collects its exit status
                 self._ended.add(server_of(name))
+
+    def _kill_node(self, node: str) -> None:
+        names = self._commands.shape.on(node)
+        doomed = [each for name in names for each in self.tree(name)]
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _wait_for_end(doomed)
+        for name in names:
+            self._processes[name].kill()  # collects its exit status
+            self._ended.add(name)
 
     def end(self, *names: str) -> None:
         """With SIGTERM, in order: an environment sends what it has begun, for example."""
@@ -129,15 +167,22 @@ class Rig(ClosesOnExit):
             self._ended.add(name)
 
     def stop_for(self, seconds: float, *names: str) -> None:
-        """Stop processes with SIGSTOP, with their children, and let them go on."""
+        """Stop processes with SIGSTOP, with their children, and let them go on. A host is parted
+        from the other one instead."""
+        if self._hosts and any(name.startswith(NODE) for name in names):
+            with self._hosts.parted():
+                time.sleep(seconds)
+            return
         stop_for(seconds, [each for name in names for each in self.tree(name)])
 
     def tree(self, name: str) -> list[psutil.Process]:
         """A process and all below it."""
         if name.startswith(ENGINE):
             root = psutil.Process(self._engine_pid(server_of(name)))
-        elif name == RANK:
-            root = random.choice(psutil.Process(self._processes[TRAINER].pid).children())
+        elif name == WORKER:
+            root = self.wait_for(lambda: [p for p in self.tree(ENGINE) if "Engine" in p.name()])[-1]
+        elif name.startswith(RANK):
+            (root,) = self.wait_for(lambda: self._ranks(name.removeprefix(f"{RANK}-")))
         elif name == REWARD_WORKER:
             root = random.choice(self.wait_for(self._reward_workers))
         else:
@@ -147,6 +192,15 @@ class Rig(ClosesOnExit):
     def _engine_pid(self, server: str) -> int:
         return int(self.wait_for(lambda: self.server_status(server)["engine_pid"]))
 
+    def _ranks(self, number: str) -> list[psutil.Process]:
+        """The rank of this number, if it runs."""
+        found = []
+        for name in trainer_names(self._commands.shape.nodes):
+            for process in psutil.Process(self._processes[name].pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended
+                    found += [process] if process.environ().get("RANK") == number else []
+        return found
+
     def _reward_workers(self) -> list[psutil.Process]:
         """Forks of a process that the environment has started."""
         children = psutil.Process(self._processes[ENVIRONMENT].pid).children()
@@ -155,6 +209,8 @@ class Rig(ClosesOnExit):
     def close(self) -> None:
         for process in reversed(self._processes.values()):
             process.kill()
+        if self._hosts:
+            self._hosts.close()
         self._commands.close()
 
     def wait_for(self, read: Callable[[], T], accept: Callable[[T], bool] = bool) -> T:
@@ -280,10 +336,11 @@ class Rig(ClosesOnExit):
             return bool(self.bridge_info(name)["state"])
         if name == ENVIRONMENT:
             return "registered" in self.log(name)
+        log = self.log(TRAINER)[self._read_on :]
         if self.mode == SHARED:
-            attached = "shared_memory.attached" in self.log(name)
+            attached = "shared_memory.attached" in log
             return attached and self.bridge_info()["policy_version"] != [0, 0]
-        return bool(re.search(r"weights\.(published|already_served)", self.log(name)))
+        return bool(re.search(r"weights\.(published|already_served)", log))
 
 
 def _wait_for_end(processes: list[psutil.Process]) -> None:
@@ -292,7 +349,8 @@ def _wait_for_end(processes: list[psutil.Process]) -> None:
 
 
 def server_of(name: str) -> str:
-    """The server of an engine or a supervisor; any other name as it is."""
+    """The server of an engine, a supervisor or a worker; any other name as it is."""
+    name = SERVER if name == WORKER else name
     return name.replace(ENGINE, SERVER).replace(SUPERVISOR, SERVER)
 
 

@@ -19,17 +19,21 @@ import torch
 from grpo_core.clients.run_api import TrainerClient
 from grpo_trainer import __main__ as grpo
 from grpo_trainer.checkpoint import store
+from grpo_trainer.checkpoint.parts import StatePart
 from grpo_trainer.data.batches import BatchSource
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.filter import digest
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from grpo_trainer.weight_sync import shared
+from grpo_trainer.weight_sync.collective import TransferGroup
 from tests.whole_run.journal import JOURNAL, Journal
 from tests.whole_run.stages import (
     HALF_SAVED,
     HALF_WRITTEN,
+    PART_WRITTEN,
     PAUSED,
     SAVED,
+    SENDING,
     TRAINING,
     VARIABLE,
     VERIFYING,
@@ -49,6 +53,9 @@ def hold_at(stages: Stages) -> None:
         (TrainerClient, "acknowledge", SAVED),
     ):
         setattr(owner, name, _after(stages, stage, getattr(owner, name)))
+    if os.environ.get("RANK", "0") != "0":
+        StatePart.write = _after(stages, PART_WRITTEN, StatePart.write)  # type: ignore[method-assign]
+    TransferGroup._broadcast = _before(stages, SENDING, TransferGroup._broadcast)  # type: ignore[method-assign]
     torch._foreach_copy_ = _in_two_halves(stages, torch._foreach_copy_)
 
 
@@ -56,6 +63,15 @@ def _after(stages: Stages, stage: str, call: Callable[..., Any]) -> Callable[...
     def stopping(*args: Any, **options: Any) -> Any:
         stages.reach(stage)
         return call(*args, **options)
+
+    return stopping
+
+
+def _before(stages: Stages, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def stopping(*args: Any, **options: Any) -> Any:
+        result = call(*args, **options)
+        stages.reach(stage)
+        return result
 
     return stopping
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tests.support.wait import wait_for
@@ -22,6 +23,11 @@ VERIFYING = "verifying"
 """The server continues with the new weights; their check has not begun."""
 HALF_SAVED = "half-saved"
 """A checkpoint is being saved: its tensors are on disk, its record is not."""
+PART_WRITTEN = "part-written"
+"""A checkpoint is being saved: rank 0 has written its part, another rank has not. The next steps
+are taken meanwhile."""
+SENDING = "sending"
+"""A version travels through a process group: some of its files are sent."""
 SAVED = "saved"
 """A checkpoint is saved; its batches are not acknowledged."""
 
@@ -36,6 +42,8 @@ WHEN = {
     HALF_WRITTEN: "half of the weights written",
     VERIFYING: "before a publication is checked",
     HALF_SAVED: "half of a checkpoint written",
+    PART_WRITTEN: "one of two parts of a checkpoint written",
+    SENDING: "half of a version sent",
     SAVED: "before an acknowledgement",
 }
 
@@ -49,7 +57,8 @@ def read(path: Path) -> str:
 
 
 class Stages:
-    """Of a trainer's process, which is held at a stage that a test has asked for."""
+    """Of a trainer's process, which is held at a stage that a test has asked for, while the process
+    lives that started it."""
 
     def __init__(self, directory: Path) -> None:
         self._wanted, self._held = directory / WANTED, directory / HELD
@@ -59,4 +68,8 @@ class Stages:
         if asked.partition(" ")[0] != stage:
             return
         self._held.write_text(asked)
-        wait_for(lambda: read(self._wanted), lambda wanted: wanted != asked, HOLD_DEADLINE_S)
+        parent = os.getppid()
+        wait_for(
+            lambda: read(self._wanted) != asked or os.getppid() != parent,
+            deadline_s=HOLD_DEADLINE_S,
+        )

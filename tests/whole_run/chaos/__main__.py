@@ -24,7 +24,7 @@ from typing import Any
 from tests.whole_run.chaos.hits import HitLog, say
 from tests.whole_run.chaos.offline import OFFLINE, OfflineRun
 from tests.whole_run.chaos.queue import UNDISTURBED, QueueRun
-from tests.whole_run.commands import LORA_ONLY, LORA_RESTART, SHARED, Shape
+from tests.whole_run.commands import COLLECTIVE, LORA_ONLY, LORA_RESTART, SHARED, Shape
 
 SHAPES = {
     "shared_vllm": Shape(SHARED, as_shipped=True),
@@ -35,9 +35,17 @@ SHAPES = {
     "lora_restart-3-servers": Shape(LORA_RESTART, servers=3, as_shipped=True),
     "none-3-servers": Shape("none", servers=3, as_shipped=True),
     "none-2-ranks": Shape("none", ranks=2, as_shipped=True),
+    "none-2-ranks-fsdp": Shape("none", ranks=2, fsdp=True, as_shipped=True),
+    "none-collective": Shape("none", transport=COLLECTIVE, as_shipped=True),
     "none-full-queue": Shape("none", queue_limit=5, as_shipped=True),
 }
 SHAPES_IF_NAMED = {
+    "lora_only-2-ranks-fsdp": Shape(LORA_ONLY, ranks=2, fsdp=True, as_shipped=True),
+    "none-collective-3-servers": Shape("none", servers=3, transport=COLLECTIVE, as_shipped=True),
+    "none-2-nodes": Shape(
+        "none", ranks=2, nodes=2, fsdp=True, transport=COLLECTIVE, as_shipped=True
+    ),
+    "smollm2-none-2-ranks": Shape("none", ranks=2, fsdp=True, is_pretrained=True, as_shipped=True),
     "smollm2-shared_vllm": Shape(SHARED, is_pretrained=True, as_shipped=True),
     "smollm2-lora_only": Shape(LORA_ONLY, is_pretrained=True, as_shipped=True),
     "smollm2-none": Shape("none", is_pretrained=True, as_shipped=True),

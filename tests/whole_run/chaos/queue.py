@@ -14,7 +14,7 @@ from tests.whole_run.chaos.containers import ContainerRig
 from tests.whole_run.chaos.hits import Hit, HitLog, Stopwatch, resources, say
 from tests.whole_run.commands import (
     ENVIRONMENT,
-    RANK,
+    NODE,
     REDIS,
     REWARD_WORKER,
     RUN_API,
@@ -42,7 +42,7 @@ FAST_DEADLINE_S = 1800.0
 
 def _whole(name: str) -> str:
     """What includes this process: a server its engine, for example."""
-    return {REWARD_WORKER: ENVIRONMENT, RANK: TRAINER}.get(name, server_of(name))
+    return {REWARD_WORKER: ENVIRONMENT}.get(name, server_of(name))
 
 
 class QueueRun:
@@ -85,6 +85,7 @@ class QueueRun:
         stops = dice.random() < STOP_SHARE
         found = dice.sample(self._victims, 2 if dice.random() < TWO_SHARE else 1)
         found = [v for v in found if _whole(v) == v or _whole(v) not in found]
+        found = [v for v in found if v.startswith(NODE)][:1] or found
         hit, watch = Hit(number, self._name, found, "SIGSTOP" if stops else "SIGKILL"), Stopwatch()
         if stops:
             rig.stop_for(dice.uniform(0.5, LONGEST_STOP_S), *found)

@@ -10,21 +10,24 @@ import pytest
 
 from tests.whole_run.commands import SHARED, Commands, Shape
 from tests.whole_run.rig import Rig
+from tests.whole_run.table import SEVERAL
 
 
 @pytest.fixture(scope="session")
 def run_in(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Rig]]:
-    """The run in this mode. Only one run exists at a time, so a run in another mode ends."""
-    runs: list[Rig] = []
+    """The run of this shape. Only one run exists at a time, so a run of another shape ends."""
+    runs: dict[str, Rig] = {}
 
-    def run(mode: str) -> Rig:
-        if not runs or runs[-1].mode != mode:
+    def run(shape: str) -> Rig:
+        if shape not in runs:
+            runs.clear()
             stack.close()
-            commands = Commands(tmp_path_factory.mktemp("run"), tiny_model, Shape(mode))
-            runs.append(stack.enter_context(Rig(commands)))
-        return runs[-1]
+            chosen = SEVERAL.get(shape) or Shape(shape)
+            commands = Commands(tmp_path_factory.mktemp("run"), tiny_model, chosen)
+            runs[shape] = stack.enter_context(Rig(commands))
+        return runs[shape]
 
     with ExitStack() as stack:
         yield run

@@ -23,7 +23,7 @@ def run(*words: str) -> str:
 
 
 @contextmanager
-def _rule(chain: str, *words: str, table: str = "filter", first: bool = False) -> Iterator[None]:
+def rule(chain: str, *words: str, table: str = "filter", first: bool = False) -> Iterator[None]:
     where = ("iptables", "--wait", "--table", table)
     run(*where, "--insert" if first else "--append", chain, *words)
     try:
@@ -42,7 +42,7 @@ class Link:
     @contextmanager
     def translated(self) -> Iterator[None]:
         """The address leads to 127.0.0.1."""
-        with _rule("OUTPUT", *self._to_server, "-j", "DNAT", "--to", "127.0.0.1", table="nat"):
+        with rule("OUTPUT", *self._to_server, "-j", "DNAT", "--to", "127.0.0.1", table="nat"):
             yield
 
     @property
@@ -63,13 +63,13 @@ class Link:
             for port in ports:
                 for side in ("--sport", "--dport"):
                     words = ("-p", "tcp", side, str(port), *target)
-                    stack.enter_context(_rule("INPUT", *words))
+                    stack.enter_context(rule("INPUT", *words))
             yield len(ports)
 
     @contextmanager
     def all_packets(self, *words: str) -> Iterator[None]:
         """All packets of both directions meet this match and target."""
-        with _rule("INPUT", "-m", "conntrack", "--ctorigdst", self.address, *words):
+        with rule("INPUT", "-m", "conntrack", "--ctorigdst", self.address, *words):
             yield
 
     @contextmanager
@@ -77,6 +77,6 @@ class Link:
         """New connections pass a relay; those that are open now are reset."""
         with relay(self.port, damage) as port, ExitStack() as stack:
             target = ("-j", "DNAT", "--to", f"127.0.0.1:{port}")
-            stack.enter_context(_rule("OUTPUT", *self._to_server, *target, table="nat", first=True))
+            stack.enter_context(rule("OUTPUT", *self._to_server, *target, table="nat", first=True))
             stack.enter_context(self.open_ones(*RESET))
             yield
