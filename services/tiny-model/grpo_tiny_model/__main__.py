@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure_logging("tiny-model")
     prepare_cpu()  # before torch is imported
     try:
-        directory = _ensure_model(arguments)
+        if arguments.smollm2:
+            directory = ensure_smollm2(arguments.directory)
+        else:
+            directory = ensure_tiny_model(arguments.directory, TinySpec(tools=arguments.tools))
     except GrpoError as error:
         sys.stderr.write(f"{PROG}: {type(error).__name__}: {error}\n")
         raise SystemExit(EXIT_FAILED) from None
@@ -66,12 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{directory}\n")
     if arguments.path_file is not None:
         arguments.path_file.write_text(str(directory))
-
-
-def _ensure_model(arguments: _Arguments) -> Path:
-    if arguments.smollm2:
-        return ensure_smollm2(arguments.directory)
-    return ensure_tiny_model(arguments.directory, TinySpec(tools=arguments.tools))
 
 
 if __name__ == "__main__":

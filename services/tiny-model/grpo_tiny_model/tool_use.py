@@ -69,7 +69,8 @@ def teach_tool_use(
     attend_to_previous_tokens(model, lessons.previous_token_bias)
     learner = Learner(model, lessons.lr)
     _teach_copying(learner, tokenizer, lessons, drawn)
-    evaluated = calls_of_sums(tokenizer, _sums(lessons.evaluated_sums, drawn))
+    sums = _sums(lessons.evaluated_sums, drawn)
+    evaluated = _rows(tokenizer, [_with_call(tokenizer, f"{a}+{b}", f"{a + b}") for a, b in sums])
 
     def batch() -> Examples:
         return _rows(tokenizer, _conversations(tokenizer, lessons, drawn))
@@ -123,11 +124,6 @@ def _teach_copying(
             log.info("model.taught", lesson="copying", step=step, loss=round(mean(recent), 3))
         if len(recent) == averaged and mean(recent) < lessons.copy_loss:
             break
-
-
-def calls_of_sums(tokenizer: PreTrainedTokenizerFast, sums: Iterable[tuple[int, int]]) -> Examples:
-    """Conversations with a call."""
-    return _rows(tokenizer, [_with_call(tokenizer, f"{a}+{b}", f"{a + b}") for a, b in sums])
 
 
 def _conversations(
