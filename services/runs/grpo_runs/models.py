@@ -94,10 +94,6 @@ def evaluated_model(name: str, base_model: str | None = None) -> EvaluatedModel:
     return EvaluatedModel(name, served, directory.resolve())
 
 
-def without_adapter(model: EvaluatedModel) -> EvaluatedModel:
-    return EvaluatedModel(f"{model.served} (base)", model.served)
-
-
 def by_server(models: Sequence[EvaluatedModel]) -> dict[str, list[EvaluatedModel]]:
     """The models that each server evaluates, by the model that it loads.
 

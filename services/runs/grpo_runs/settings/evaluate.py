@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, PositiveInt
 
 from grpo_core.cpu import CPU
 from grpo_core.settings import Command, CommaSeparated, Given, LogLevel, Mistake, Shown
@@ -27,7 +27,6 @@ from grpo_runs.models import (
     adapter_flags,
     default_max_model_len,
     evaluated_model,
-    without_adapter,
 )
 from grpo_runs.run_directory import RunDirectory, options_in
 from grpo_runs.settings.launch_options import ServerHere, each_once
@@ -190,12 +189,14 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
     temperature: Annotated[float | None, Shown(default="1.0, as in training")] = option_of(  # type: ignore[assignment]
         EnvironmentOptions, "temperature", default=None
     )
-    ks: Annotated[CommaSeparated[int], AfterValidator(each_once), Shown(default="1,<samples>")] = (
-        Field(
-            (),
-            description="Values of k, separated by commas: pass@k is the probability that one of k "
-            "answers is right, mean@k the expected best reward of k answers",
-        )
+    ks: Annotated[
+        CommaSeparated[PositiveInt],
+        AfterValidator(lambda ks: tuple(sorted({*ks}))),
+        Shown(default="1,<samples>"),
+    ] = Field(
+        (),
+        description="Values of k, separated by commas: pass@k is the probability that one of k "
+        "answers is right, mean@k the expected best reward of k answers",
     )
     output: Path = Field(
         Path("eval.jsonl"),
@@ -225,13 +226,6 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
     )
     server_options: tuple[str, ...] = ()
     """Options of vLLM."""
-
-    @field_validator("ks")
-    @classmethod
-    def _at_least_one_answer(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(k < 1 for k in value):
-            raise ValueError("expected whole numbers, at least 1")
-        return tuple(sorted(value))
 
     @property
     def logs(self) -> Path:
@@ -266,7 +260,8 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
     def compared_with(self) -> EvaluatedModel | None:
         """Raises `UnusableWeights`."""
         if self.baseline == BASE:
-            return without_adapter(self.evaluated())
+            served = self.evaluated().served
+            return EvaluatedModel(f"{served} (base)", served)
         return evaluated_model(self.baseline, self.base_model) if self.baseline else None
 
     def _given(self, service: str) -> dict[str, Any]:
