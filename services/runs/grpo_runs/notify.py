@@ -117,17 +117,15 @@ class Notifier:
         if problem is not None:
             if is_webhook(target):
                 problem = problem.replace(target, "the URL")
-            self._warn_once(told.event, self._without_secrets(problem))
-
-    def _warn_once(self, event: str, problem: str) -> None:
-        with self._lock:
-            if event in self._warned:
-                return
-            self._warned.add(event)
-        self._warn(
-            f"--on-{event}: the notification was not delivered: {problem}; this does not affect "
-            "the run, and later failures are not shown"
-        )
+            with self._lock:
+                is_first = told.event not in self._warned
+                self._warned.add(told.event)
+            if is_first:
+                self._warn(
+                    f"--on-{told.event}: the notification was not delivered: "
+                    f"{self._without_secrets(problem)}; this does not affect the run, and later "
+                    "failures are not shown"
+                )
 
     def _problem_of(
         self, words: Sequence[str], text: str, environment: Mapping[str, str]
@@ -184,17 +182,11 @@ def unusable_target(target: str) -> str | None:
     return None
 
 
-def post(url: str, body: bytes) -> None:
-    """Raises `OSError` if the answer has no status 2xx."""
-    headers = {"Content-Type": "application/json", "User-Agent": "grpo-run"}
-    request = urllib.request.Request(url, body, headers, method="POST")
-    with urllib.request.urlopen(request):
-        pass
-
-
 def main() -> None:
+    headers = {"Content-Type": "application/json", "User-Agent": "grpo-run"}
     try:
-        post(os.environ[_URL_VARIABLE], sys.stdin.buffer.read())
+        url, body = os.environ[_URL_VARIABLE], sys.stdin.buffer.read()
+        urllib.request.urlopen(urllib.request.Request(url, body, headers, method="POST")).close()
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(1) from None
