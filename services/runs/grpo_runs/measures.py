@@ -68,12 +68,14 @@ class MeasuresReader:
         """Never raises: what cannot be read is unknown."""
         self._read_records()
         found = self._of_run_api()
-        if self._last_step_at is None and self._has_begun():
+        processes, stage = read_file(Processes, self._run.services), stage_of(self._run)
+        has_begun = processes and stage and is_stage_of(stage, processes.services)
+        if self._last_step_at is None and has_begun:  # the first step, and not before a resume
             self._last_step_at = self._clock()
         if self._is_under_way and self._last_step_at is not None:
             found["since_step_s"] = self._clock() - self._last_step_at
         self._logs.read_new()
-        if self._is_under_way and (worst := self._most_dropping()):
+        if self._is_under_way and (worst := self._most_dropping(processes)):
             found["dropped_share"] = worst.numbers["dropped_share"]
             found["details"] = {"dropped_share": f"{worst.for_batch}."}
         found["staleness_mean"] = self._newest.get("staleness/mean")
@@ -93,14 +95,8 @@ class MeasuresReader:
             for field, metric in _TOTALS.items():
                 self._totals[field] += int(self._newest.get(metric, 0))
 
-    def _has_begun(self) -> bool:
-        """Whether the trainer of this run, and not of one before a resume, takes its first step."""
-        processes, stage = read_file(Processes, self._run.services), stage_of(self._run)
-        return bool(processes and stage and is_stage_of(stage, processes.services))
-
-    def _most_dropping(self) -> EnvironmentReport | None:
+    def _most_dropping(self, processes: Processes | None) -> EnvironmentReport | None:
         """Of the environments that run and have reported, the one that drops the largest share."""
-        processes = read_file(Processes, self._run.services)
         pids, began = (processes.services, processes.runner.created) if processes else ({}, 0.0)
         reports = (
             one
