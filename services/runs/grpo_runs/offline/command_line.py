@@ -144,12 +144,12 @@ def job_keys(composed: Mapping[str, Any], given: Collection[str], directory: Pat
 
 def exit_on_signals() -> None:
     """End with status 128 + n after signal n, and clean up."""
+
+    def end_with(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit)
-
-
-def _exit(number: int, _frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
+        signal.signal(number, end_with)
 
 
 def end(prog: str, status: int, message: str) -> NoReturn:

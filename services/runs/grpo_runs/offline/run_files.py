@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from grpo_core.errors import problems_of
+from grpo_core.errors import parsing
 from grpo_core.settings.sources import read_file
 from grpo_core.weights.directory_checks import FINAL_ADAPTER, FINAL_MODEL
 from grpo_core.wire.scored_group import ScoredGroup
@@ -52,19 +51,16 @@ class RunFiles(RunDirectory):
         return self.path / "sampled" / f"iter_{iteration:03}.jsonl"
 
     def write_keys(self, keys: OfflineKeys) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
         content = keys.model_dump(mode="json")
         content["checkpoint"]["resume"] = None
         write_whole(self.keys, yaml.safe_dump(content, sort_keys=False))
 
     def write_json(self, path: Path, values: dict[str, Any]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
 
     def write_groups(self, iteration: int, groups: Sequence[ScoredGroup]) -> None:
-        path = self.groups(iteration)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(g.model_dump_json(exclude_none=True) + "\n" for g in groups))
+        lines = (group.model_dump_json(exclude_none=True) + "\n" for group in groups)
+        write_whole(self.groups(iteration), "".join(lines))
 
     def read_groups(self, iteration: int) -> list[ScoredGroup] | None:
         """None if the iteration was not sampled yet."""
@@ -73,12 +69,8 @@ class RunFiles(RunDirectory):
             return None
         # Not splitlines: a rollout may hold other characters that end a line.
         lines = path.read_bytes().split(b"\n")
-        try:
+        with parsing(f"{path}, which you may remove to sample the iteration again", RunUnusable):
             return [ScoredGroup.model_validate_json(line) for line in lines if line]
-        except ValidationError as error:
-            raise RunUnusable(
-                f"{path}: {problems_of(error)}; remove this file to sample the iteration again"
-            ) from None
 
     def name_checkpoints(self, steps_per_iteration: int) -> None:
         """Let `checkpoints/iter_000` point at the model that the trainer saved after iteration

@@ -202,7 +202,8 @@ def _settings(
     if given.without_effect:
         ignored = ", ".join(f"{section}.{name}" for name in given.without_effect)
         sys.stderr.write(f"ignored these keys, which have no effect: {ignored}\n")
-    of_others = _environment()
+    # Variables such as VLLM_API_KEY, but none that would replace a key.
+    of_others = {name: one for name, one in os.environ.items() if not name.startswith(_NOT_OURS)}
     variables = read_variables(kind.command, options_of(kind), of_others, own)
     values = {**variables.values, **own, **given.values}
     try:
@@ -232,8 +233,3 @@ def _preset(keys: OfflineKeys) -> Mapping[str, Any]:
 def _is_free(option: str, keys: OfflineKeys) -> bool:
     """Whether neither the objective nor `grpo` decides it."""
     return option not in keys.grpo and option not in _preset(keys)
-
-
-def _environment() -> dict[str, str]:
-    """Variables such as VLLM_API_KEY, but none that would replace a key."""
-    return {name: text for name, text in os.environ.items() if not name.startswith(_NOT_OURS)}
