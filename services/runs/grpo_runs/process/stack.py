@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 from grpo_core.deadline import Deadline
@@ -69,7 +68,7 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: object) -> None:
         self.received.append(signal.Signals(number))
 
 

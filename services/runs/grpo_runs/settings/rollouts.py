@@ -135,8 +135,7 @@ class RolloutsSettings(CommandSettings):
     @property
     def directory(self) -> Path:
         """The directory of rollouts, which must be there."""
-        found = RunDirectory(self.run).rollouts
-        return self.run if found is None else found
+        return RunDirectory(self.run).rollouts or self.run
 
     def steps(self, have: list[int]) -> Container[int]:
         """The steps to show, of those that the directory has."""

@@ -144,9 +144,12 @@ def _trained(
         disable_tqdm=True,
     )
     torch.manual_seed(settings.seed)  # of the adapter
+    if r := settings.lora_r:
+        lora = LoraOptions(r=r, alpha=2 * r, dropout=0.0, target_modules=(ALL_LINEAR,), layers=None)
+        policy = with_adapter(policy, lora)
     rows = [{"input_ids": one.token_ids, "labels": one.labels} for one in examples]
     trainer = SFTTrainer(
-        model=with_adapter(policy, _adapter(settings.lora_r)) if settings.lora_r else policy,
+        model=policy,
         args=config,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=load_tokenizer(model, transformers),
@@ -157,10 +160,6 @@ def _trained(
     trained: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     whole: CausalLM = trained.merge_and_unload() if settings.lora_r else trained
     return whole
-
-
-def _adapter(r: int) -> LoraOptions:
-    return LoraOptions(r=r, alpha=2 * r, dropout=0.0, target_modules=(ALL_LINEAR,), layers=None)
 
 
 class _Recorder(transformers.TrainerCallback):  # type: ignore[misc]
