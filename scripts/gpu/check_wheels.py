@@ -26,16 +26,11 @@ from packaging.version import Version
 
 HERE = Path(__file__).parent
 TARGET = {
-    "implementation_name": "cpython",
-    "os_name": "posix",
     "platform_machine": "x86_64",
-    "platform_python_implementation": "CPython",
-    "platform_system": "Linux",
     "python_full_version": "3.12.3",
     "python_version": "3.12",
-    "sys_platform": "linux",
 }
-"""Environment markers (PEP 508) of the target host."""
+"""Environment markers (PEP 508) of the target host that another Linux host may not have."""
 
 Versions = Mapping[str, Version | None]
 """Available packages by canonical name; None: the version is unknown."""
