@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -136,13 +137,10 @@ def with_config_of_resumed_run(
 
 def _value_of(option: str, words: Sequence[str]) -> str | None:
     """The last value of an option."""
-    found = None
-    for word, following in zip(words, [*words, ""][1:], strict=True):
-        if word == option and not following.startswith("--"):
-            found = following
-        elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option, nargs="?", dest="value")
+    value: str | None = parser.parse_known_args(words)[0].value
+    return value
 
 
 def _refuse(prog: str, message: str) -> None:

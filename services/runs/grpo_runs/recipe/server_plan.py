@@ -20,7 +20,7 @@ from grpo_core.tree.weights import ModeName, served_weights_directory
 from grpo_core.weights.directory_checks import LORA_RANKS
 from grpo_runs.offline.command_line import EXIT_USAGE, end
 from grpo_runs.offline.errors import RecipeInvalid
-from grpo_runs.offline.keys import OfflineKeys, in_recipe
+from grpo_runs.offline.keys import in_recipe
 from grpo_runs.offline.servers import Sampling
 from grpo_runs.offline.translate import option_mistakes
 from grpo_runs.recipe.keys import Script, TrainingRecipe, read_recipe
@@ -69,7 +69,10 @@ def server_plan(recipe: TrainingRecipe, environment: Mapping[str, str]) -> Serve
     if mode == "auto":
         is_one = len(gpus) <= 1 and width == ranks == 1
         mode = "shared_vllm" if is_one else "none"
-    _check_options(recipe, keys, mode)
+    # A mistake ends the process, as it would end the training once the server runs.
+    sampling = Sampling("ours", cast(ModeName, mode))
+    if mistakes := option_mistakes(keys, sampling, Path(), at_start=False):
+        raise RecipeInvalid(in_recipe("\n".join(mistakes), names_of(recipe)))
     shares_gpu = mode == "shared_vllm" or len(gpus) == 1
     server, train = gpus[:width], gpus[:ranks] if shares_gpu else gpus[width : width + ranks]
     if gpus and (len(server) < width or len(train) < ranks):
@@ -89,14 +92,6 @@ def server_plan(recipe: TrainingRecipe, environment: Mapping[str, str]) -> Serve
     redis: Literal["yes", "no"] = "no" if mode in ("shared_vllm", "frozen") else "yes"
     gpus_of_both = ",".join(server), ",".join(train)
     return ServerPlan(keys.model.train_id, mode, redis, *gpus_of_both, ranks, arguments)
-
-
-def _check_options(recipe: TrainingRecipe, keys: OfflineKeys, mode: str) -> None:
-    """A mistake ends the process, as it would end the training once the server runs."""
-    sampling = Sampling("ours", cast(ModeName, mode))
-    mistakes = option_mistakes(keys, sampling, Path(), at_start=False)
-    if mistakes:
-        raise RecipeInvalid(in_recipe("\n".join(mistakes), names_of(recipe)))
 
 
 def _weights(recipe: TrainingRecipe, mode: str) -> list[str]:

@@ -23,8 +23,8 @@ from grpo_runs.replay.run import (
 from grpo_runs.replay.verdict import (
     Differences,
     Say,
-    begin_problem,
     environment_differences,
+    first_difference,
     passes,
 )
 from grpo_runs.settings.replay import ReplaySettings
@@ -63,8 +63,11 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
     if first is not None:
         begun = provenance.start_of(first)
         digests = digests_of(learner.optimizer.masters, begun.parts)
-        if problem := begin_problem(begun, first, digests, where):
-            say(problem)
+        if differing := first_difference(begun, first, digests):
+            say(
+                f"{where} does not hold the weights of version {first.version}; the first tensor "
+                f"that differs is {differing}"
+            )
             return False
     if settings.objective_options:
         return _compare(run, learner, begin, settings, differences, say)

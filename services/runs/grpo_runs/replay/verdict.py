@@ -72,22 +72,6 @@ def environment_differences(start: Start, code: Code, machine: Machine) -> Diffe
     )
 
 
-def begin_problem(
-    start: Start, recorded: Publication, digests: Sequence[str], where: str
-) -> str | None:
-    """The problem of the weights from which the replay begins; None if they are the recorded ones.
-
-    Args: where: they were loaded from
-    """
-    name = first_difference(start, recorded, digests)
-    if name is None:
-        return None
-    return (
-        f"{where} does not hold the weights of version {recorded.version}; the first tensor that "
-        f"differs is {name}"
-    )
-
-
 def first_difference(start: Start, recorded: Publication, digests: Sequence[str]) -> str | None:
     """The name of the first tensor whose digest differs."""
     names = (facts[0] for facts in start.tensors)

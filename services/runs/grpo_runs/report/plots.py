@@ -38,13 +38,8 @@ STYLES: Mapping[ModeName, tuple[str, str]] = {
 
 
 def average_window(steps: int) -> int:
-    """Steps of the moving average: a tenth of the run, at least 3."""
+    """Steps of the moving average: a tenth of the run, at least 3; fewer at the start."""
     return max(SHORTEST_WINDOW, steps // 10)
-
-
-def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and its predecessors, `window` values in all and fewer at the start."""
-    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw_reward_curve(records: Sequence[StepRecord], title: str, path: Path) -> None:
@@ -121,7 +116,8 @@ def _draw_curve(
     rewards: Sequence[float],
 ) -> None:
     """The moving average, and faintly each value."""
-    averages = moving_average(rewards, average_window(len(rewards)))
+    window, count = average_window(len(rewards)), len(rewards)
+    averages = [fmean(rewards[max(0, end - window) : end]) for end in range(1, count + 1)]
     # A single value has a dot, and no line.
     axes.plot(positions, rewards, ".-", color=colour, alpha=0.3, linewidth=0.8, markersize=3)
     axes.plot(positions, averages, dashes, color=colour, linewidth=2.4, label=label)

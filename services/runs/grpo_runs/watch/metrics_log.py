@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -137,13 +138,5 @@ def thinned(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
     for number in range(parts):
         part = inner[number * len(inner) // parts : (number + 1) * len(inner) // parts]
         if part:
-            kept += _ends(part)
+            kept += sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})
     return [*kept, points[-1]]
-
-
-def _ends(part: Sequence[CurvePoint]) -> Iterable[CurvePoint]:
-    """Its lowest and highest point, in order."""
-    places = range(len(part))
-    low = min(places, key=lambda at: part[at][1])
-    high = max(places, key=lambda at: part[at][1])
-    return [part[at] for at in sorted({low, high})]
