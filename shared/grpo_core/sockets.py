@@ -23,7 +23,7 @@ SILENT_S = 30
 to be sent, for so long."""
 _IDLE_S, _INTERVAL_S = 10, 5
 
-_TCP_OPTIONS = {
+TCP_OPTIONS = {
     socket.TCP_KEEPIDLE: _IDLE_S,
     socket.TCP_KEEPINTVL: _INTERVAL_S,
     socket.TCP_KEEPCNT: (SILENT_S - _IDLE_S) // _INTERVAL_S,
@@ -32,15 +32,8 @@ _TCP_OPTIONS = {
 }
 SOCKET_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *((socket.IPPROTO_TCP, option, value) for option, value in _TCP_OPTIONS.items()),
+    *((socket.IPPROTO_TCP, option, value) for option, value in TCP_OPTIONS.items()),
 ]
-
-
-def redis_options(url: str) -> dict[str, Any]:
-    """Arguments of redis-py, which turns keep-alive probes on by itself. It refuses them for a Unix
-    socket."""
-    is_local = urlsplit(url).scheme == "unix"
-    return {} if is_local else {"socket_keepalive_options": _TCP_OPTIONS}
 
 
 def make_socket(address: tuple[int, int, int, str, tuple[Any, ...]]) -> socket.socket:

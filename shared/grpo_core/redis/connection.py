@@ -25,7 +25,7 @@ from grpo_core.deadline import Deadline
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.listening import is_own_listener
 from grpo_core.redis.url import LOCAL_REDIS, known_password, local_redis_directory, without_password
-from grpo_core.sockets import redis_options
+from grpo_core.sockets import TCP_OPTIONS
 
 log = structlog.get_logger()
 
@@ -154,7 +154,10 @@ def _options(url: str, attempt_s: float) -> dict[str, Any]:
 def client_options(url: str) -> dict[str, Any]:
     """Arguments of redis-py for the clients of all services."""
     parts, local = urlsplit(url), urlsplit(LOCAL_REDIS)
-    options = redis_options(url)
+    # redis-py turns keep-alive probes on by itself, and refuses them for a Unix socket.
+    options: dict[str, Any] = (
+        {} if parts.scheme == "unix" else {"socket_keepalive_options": TCP_OPTIONS}
+    )
     if parts.scheme == "redis" and parts.netloc in (local.netloc, local.hostname):
         options["credential_provider"] = _OwnPassword()
     return options
