@@ -103,9 +103,3 @@ def without_password(url: str) -> str:
 RedisUrl = Annotated[SecretStr, AfterValidator(_names_a_redis)]
 OptionalRedisUrl = Annotated[SecretStr, AfterValidator(_names_a_redis_or_none)]
 """A URL, or `none` for a service that runs without Redis."""
-
-
-def url_or_none(value: SecretStr) -> str | None:
-    """The URL of an `OptionalRedisUrl`; None if the service runs without Redis."""
-    text = value.get_secret_value()
-    return None if text == WITHOUT_REDIS else text

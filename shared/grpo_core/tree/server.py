@@ -16,13 +16,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validato
 
 from grpo_core.listening import in_url, is_every_address
 from grpo_core.redis.keys import run_id_or_default
-from grpo_core.redis.url import (
-    LOCAL_REDIS,
-    WITHOUT_REDIS,
-    OptionalRedisUrl,
-    local_redis,
-    url_or_none,
-)
+from grpo_core.redis.url import LOCAL_REDIS, WITHOUT_REDIS, OptionalRedisUrl, local_redis
 from grpo_core.security import is_loopback, listed, usable_token
 from grpo_core.settings import Command, CommandSettings, Given, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen, failed, missing_model, state_directory
@@ -263,7 +257,8 @@ class ServerSettings(CommandSettings, SharedWeightsOptions, ListenOptions):
     @property
     def redis(self) -> str | None:
         """URL of Redis; None without Redis."""
-        return url_or_none(self.redis_url)
+        url = self.redis_url.get_secret_value()
+        return None if url == WITHOUT_REDIS else url
 
     @property
     def redis_required(self) -> bool:
