@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from grpo_core.errors import BrokenProvenance
-from grpo_core.provenance.records import PROVENANCE, Export, Line, Publication, Start, read_lines
+from grpo_core.provenance.records import PROVENANCE, Line, Publication, Start, read_lines
 from grpo_core.rollouts.record import RolloutRecord
 from grpo_core.wire.policy_version import PolicyVersion
 
@@ -37,10 +37,6 @@ class Provenance:
     def publications(self) -> Iterator[Publication]:
         """Of each version the newest line."""
         return iter(self.by_version.values())
-
-    @property
-    def exports(self) -> Iterator[Export]:
-        return (line for line in self.lines if isinstance(line, Export))
 
     @cached_property
     def by_version(self) -> dict[PolicyVersion, Publication]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from grpo_core.provenance.batches import BATCHES
 from grpo_core.provenance.chain import Provenance
 from grpo_core.provenance.digest import file_digest, joined, root_of, tensor_digest
-from grpo_core.provenance.records import Publication
+from grpo_core.provenance.records import Export, Publication
 from grpo_core.rollouts.files import file_of_step, steps_in
 from grpo_core.settings.machine import head_of
 
@@ -151,7 +151,7 @@ def _of_rows(data: bytes, shape: Sequence[int], parts: int) -> str:
 
 
 def _verify_models(provenance: Provenance, found: Findings) -> None:
-    newest = {line.directory: line for line in provenance.exports}
+    newest = {line.directory: line for line in provenance.lines if isinstance(line, Export)}
     for line in newest.values():
         directory = provenance.save_path / line.directory
         if not directory.is_dir():
