@@ -24,7 +24,7 @@ from grpo_core.errors import (
     ProtocolViolation,
     RequestRefused,
     ServiceUnavailable,
-    problems_of,
+    parsing,
 )
 from grpo_core.wire.fields import MASKED
 from grpo_env.rollout.chat_template import ChatTemplate
@@ -184,19 +184,13 @@ class TeacherClient(AsyncServiceClient):
             "temperature": 1.0,
         }
         answer = await self._ask("POST", "/v1/completions", json=body)
-        try:
+        what = f"{SERVICE} at {self.base_url}: the response from /v1/completions"
+        with parsing(f"{what} is invalid"):
             choices = _Scored.model_validate_json(answer).choices
-        except ValidationError as error:
-            raise self._violated(f"is invalid: {problems_of(error)}") from error
         found = [one.logprobs for one in sorted(choices, key=lambda one: one.index)]
         if problem := _problem(rows, found):
-            raise self._violated(problem)
+            raise ProtocolViolation(f"{what} {problem}")
         return found
-
-    def _violated(self, problem: str) -> ProtocolViolation:
-        return ProtocolViolation(
-            f"{SERVICE} at {self.base_url}: the response from /v1/completions {problem}"
-        )
 
     async def _ask(
         self, method: str, path: str, deadline_s: float | None = None, **request: Any
