@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import structlog
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Nothing is registered yet, so leaving needs no goodbye. As first process of a container a
         # signal without a handler would be ignored while the imports below take their seconds.
         for number in _STOP_SIGNALS:
-            signal.signal(number, _exit_at_once)
+            signal.signal(number, lambda *_: sys.exit(0))
         _run(_with_made_model(settings))
     except GrpoError as error:
         sys.stderr.write(f"{PROG}: {type(error).__name__}: {error}\n")
@@ -103,10 +103,6 @@ async def _until_signal(coroutine: Coroutine[Any, Any, None]) -> None:
         log.info("environment.stopped", reason="stop signal")
     else:
         work.result()
-
-
-def _exit_at_once(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(0)
 
 
 if __name__ == "__main__":

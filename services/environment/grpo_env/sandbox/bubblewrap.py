@@ -40,7 +40,7 @@ _SYSTEM_FILES = ("alternatives", "ld.so.cache", "localtime", "mime.types", "ssl/
 """Of /etc."""
 _OF_PREFIX = ("bin", "include", "lib", "lib64", "pyvenv.cfg", "share")
 """Of a Python installation. A file such as `pip.conf` may hold a password."""
-_PATH = "/usr/local/bin:/usr/bin:/bin"
+_PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 _IN_MEMORY = ("/tmp", "/dev/shm")
 _PROBE_S = 20
 _BWRAP_FAILED = 1
@@ -71,7 +71,7 @@ class Bubblewrap(Sandbox):
             bwrap = [*_bwrap(user, filter_fd), *namespace.options]
             command = LimitedCommand(
                 [*bwrap, *mounts, "--", *_as_user(user), *inside],
-                program.variables(_path(), _HOME, relay.URL),
+                program.variables(_PATH, _HOME, relay.URL),
                 program.limits,
                 namespace.kill,
                 program.stdin,
@@ -83,10 +83,6 @@ class Bubblewrap(Sandbox):
             if ended.status == _BWRAP_FAILED and not namespace.has_run:
                 raise SandboxUnusable(f"bwrap cannot start a program: {ended.errors.strip()}")
             return ended
-
-
-def _path() -> str:
-    return f"{Path(sys.executable).parent}:{_PATH}"
 
 
 @contextmanager
