@@ -35,7 +35,11 @@ class NotGraded(ValueError):
 
 
 class MathProcess:
-    """One process. Only one thread at a time may call it."""
+    """One process, which has imported `math-verify`. Only one thread at a time may call it.
+
+    Raises:
+        GraderUnusable: it does not start, or finds that 2 does not equal 2.
+    """
 
     def __init__(self) -> None:
         # Not a fork, because this process has threads, and a fork may inherit a held lock.
@@ -44,20 +48,25 @@ class MathProcess:
         self._process = spawn.Process(target=_serve, args=(theirs,), name="math", daemon=True)
         self._process.start()
         theirs.close()
-        self._verdict_on_2_and_2: bool | None = None
+        try:
+            is_2_equal_to_2 = self._receive(_START_DEADLINE_S)
+        except (TimeoutError, ChildProcessError) as error:
+            self.end()
+            raise GraderUnusable(
+                f"the grading process does not start ({error}); install math-verify: "
+                "pip install -c requirements/constraints.txt math-verify"
+            ) from error
+        if not is_2_equal_to_2:
+            self.end()
+            raise GraderUnusable(
+                "math-verify is broken: it finds that 2 does not equal 2; reinstall math-verify"
+            )
 
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def works(self) -> bool:
-        """Wait until the process has imported `math-verify`. False if it finds that 2 is not 2.
-        Raises `TimeoutError`, `ChildProcessError`: the process does not start."""
-        if self._verdict_on_2_and_2 is None:
-            self._verdict_on_2_and_2 = self._receive(_START_DEADLINE_S)
-        return self._verdict_on_2_and_2
-
     def compare(self, answer: str, gold: str, cpu_s: float) -> bool:
-        """Whether both are equal. Call `works` first.
+        """Whether both are equal.
 
         Raises:
             TimeoutError: the comparison needs more than `cpu_s` seconds of CPU time.
@@ -100,12 +109,8 @@ class MathGrader(ClosesOnExit):
     def __init__(self, deadline_s: float = GRADING_DEADLINE_S) -> None:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
-        self._process: MathProcess | None = MathProcess()
-        try:
-            _check(self._process)
-        except GraderUnusable:
-            self.close()
-            raise
+        self._process = MathProcess()
+        self._is_closed = False
 
     def is_equal(self, answer: str, gold: str) -> bool:
         """False also if `answer` is not an expression.
@@ -129,16 +134,15 @@ class MathGrader(ClosesOnExit):
     def close(self) -> None:
         """Wait for the comparison that is running, then end the process."""
         with self._lock:
-            if self._process is not None:
-                self._process.end()
-                self._process = None
+            self._is_closed = True
+            self._process.end()
 
     def _verify(self, answer: str, gold: str) -> bool:
-        if self._process is None:
+        if self._is_closed:
             raise NotGraded("the grader is closed")
         if not self._process.is_alive():
-            self._process = _restarted(self._process)
-        _check(self._process)
+            self._process.end()
+            self._process = MathProcess()
         try:
             return self._process.compare(*respelled_pair(answer, gold), self._deadline_s)
         except TimeoutError as error:
@@ -147,29 +151,9 @@ class MathGrader(ClosesOnExit):
         except ChildProcessError as error:
             reason = f"crashed the grading process: {error}"
             failure = error
-        self._process = _restarted(self._process)
+        self._process.end()  # the next comparison starts another one
         shown = answer if len(answer) <= _MOST_CHARS_SHOWN else answer[:_MOST_CHARS_SHOWN] + "…"
         raise NotGraded(f"the answer {shown!r} {reason}") from failure
-
-
-def _restarted(process: MathProcess) -> MathProcess:
-    """Does not wait until the new process works: the next comparison does."""
-    process.end()
-    return MathProcess()
-
-
-def _check(process: MathProcess) -> None:
-    try:
-        works = process.works()
-    except (TimeoutError, ChildProcessError) as error:
-        raise GraderUnusable(
-            f"the grading process does not start ({error}); install math-verify: "
-            "pip install -c requirements/constraints.txt math-verify"
-        ) from error
-    if not works:
-        raise GraderUnusable(
-            "math-verify is broken: it finds that 2 does not equal 2; reinstall math-verify"
-        )
 
 
 def _serve(connection: Connection) -> None:
