@@ -51,6 +51,7 @@ SAVE_GRACE_S = 120
 """After a stop signal, for the end of a step."""
 RUN = "grpo"
 RETRY_S = 1.0
+CONNECT_S = 5.0
 THREADS, INTERFACE = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
 
 log = structlog.get_logger()
@@ -229,11 +230,14 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This host's address on the way to another one. Nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    """This host's address on the way to another one. Nothing is sent.
+
+    Raises:
+        OSError: the other one does not listen (yet). A store that is connected to too early pauses
+            for most of a minute.
+    """
+    with socket.create_connection((host, port), CONNECT_S) as reached:
+        return str(reached.getsockname()[0])
 
 
 def _interface_of(host: str) -> str | None:
