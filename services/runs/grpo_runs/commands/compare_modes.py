@@ -24,9 +24,7 @@ from grpo_runs.run_directory import (
     ONE_SERVER,
     RUNS,
     RunDirectory,
-    RunDirectoryUnusable,
     default_name,
-    unusable,
 )
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.settings.compare import CompareSettings
@@ -47,7 +45,9 @@ def compare_modes(settings: CompareSettings, screen: Screen) -> int:
     signal n."""
     with StopRequest() as stop_request:
         try:
-            directory = create_directory(settings)
+            name = f"compare-{default_name(datetime.now(UTC), settings.seed)}"
+            directory = settings.directory or RUNS / name
+            (directory / LOGS).mkdir(parents=True)
             modes = ", ".join(settings.modes)
             screen.line(f"{settings.steps} steps in each of {modes}; files in {directory}")
             results = _run_all(settings, directory, screen, stop_request)
@@ -70,16 +70,6 @@ def compare_modes(settings: CompareSettings, screen: Screen) -> int:
     for problem in comparison.problems:
         screen.failure(problem)
     return EXIT_FAILED if comparison.problems else 0
-
-
-def create_directory(settings: CompareSettings) -> Path:
-    """Raises `RunDirectoryUnusable` if it is not empty."""
-    name = f"compare-{default_name(datetime.now(UTC), settings.seed)}"
-    directory = settings.directory or RUNS / name
-    if problem := unusable(directory, "--directory"):
-        raise RunDirectoryUnusable(problem)
-    (directory / LOGS).mkdir(parents=True)
-    return directory
 
 
 def demo_job(settings: CompareSettings, mode: ModeName, run: Path) -> Service:
