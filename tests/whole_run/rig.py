@@ -72,7 +72,7 @@ class Rig(ClosesOnExit):
         self._processes: dict[str, ManagedProcess] = {}
         self._ended: set[str] = set()
         self._starts = 0
-        self._hosts = Hosts(self.directory) if commands.shape.nodes > 1 else None
+        self._nodes = Hosts(self.directory) if commands.shape.nodes > 1 else None
         self._read_on = 0
         """Where the trainer's log of its present ranks begins."""
         self.checkpoints = commands.checkpoints
@@ -102,7 +102,7 @@ class Rig(ClosesOnExit):
         variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         variables |= {VARIABLE: str(self._stages), JOURNALS: str(self.directory / JOURNAL)}
         variables |= self._commands.variables()
-        far = self._hosts.second if self._hosts and name == self._far_trainer else ()
+        far = self._nodes.second if self._nodes and name == self._far_trainer else ()
         command = [*far, *self._commands.of(name), *flags]
         self._processes[name] = ManagedProcess(name, command, log, variables)
         return self._processes[name]
@@ -169,8 +169,8 @@ class Rig(ClosesOnExit):
     def stop_for(self, seconds: float, *names: str) -> None:
         """Stop processes with SIGSTOP, with their children, and let them go on. A host is parted
         from the other one instead."""
-        if self._hosts and any(name.startswith(NODE) for name in names):
-            with self._hosts.parted():
+        if self._nodes and any(name.startswith(NODE) for name in names):
+            with self._nodes.parted():
                 time.sleep(seconds)
             return
         stop_for(seconds, [each for name in names for each in self.tree(name)])
@@ -209,8 +209,8 @@ class Rig(ClosesOnExit):
     def close(self) -> None:
         for process in reversed(self._processes.values()):
             process.kill()
-        if self._hosts:
-            self._hosts.close()
+        if self._nodes:
+            self._nodes.close()
         self._commands.close()
 
     def wait_for(self, read: Callable[[], T], accept: Callable[[T], bool] = bool) -> T:
