@@ -109,7 +109,7 @@ def slurm_of(nodes: Sequence[str], directory: Path) -> Iterator[Path]:
     files += [f"--log-file={directory}/munged.log", f"--seed-file={directory}/seed"]
     environment = os.environ | {"SLURM_CONF": str(config)}
     daemons = [
-        ["munged", "--foreground", *files],
+        ["munged", "--foreground", "--force", *files],
         within(nodes[0], "slurmctld", "-D"),
         *(within(node, "slurmd", "-D", "-N", f"n{i}") for i, node in enumerate(nodes, 1)),
     ]
