@@ -93,27 +93,7 @@ class GenerateAnswer(BaseModel):
 
 
 class GenerationClient(AsyncServiceClient):
-    """An environment's client of one inference server. Repeats nothing: `InferencePool` does.
-
-    Args:
-        base_url: with or without a trailing /v1, for example http://127.0.0.1:9001/v1
-        answer_s: how long the completions of one call may take
-        max_connections: limit on concurrent requests; further ones wait
-        api_key: if the server needs one (VLLM_API_KEY)
-        address: the one to connect to, of several of the URL's name
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        answer_s: float,
-        max_connections: int,
-        api_key: str | None = None,
-        address: str = "",
-    ) -> None:
-        super().__init__(
-            SERVICE, base_url, answer_s, answer_s, max_connections, api_key, address=address
-        )
+    """An environment's client of one inference server. Repeats nothing: `InferencePool` does."""
 
     async def generate(
         self, prompt_token_ids: list[int], within_s: float | None = None, **sampling: Any
@@ -122,7 +102,7 @@ class GenerationClient(AsyncServiceClient):
 
         Args:
             prompt_token_ids: [T]
-            within_s: replaces `answer_s` for this call
+            within_s: replaces the client's limit for this call
             sampling: any vLLM sampling parameter, e.g. n, max_tokens, temperature.
 
         Raises:

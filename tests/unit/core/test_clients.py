@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from grpo_core.clients.aiohttp_transport import AiohttpTransport
-from grpo_core.clients.inference import BridgeClient, GenerationClient
+from grpo_core.clients.inference import SERVICE, BridgeClient, GenerationClient
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import OtherProtocol
 from grpo_core.protocol import VERSION
@@ -145,7 +145,7 @@ async def test_every_request_carries_the_key(seen: list[httpx.Request]) -> None:
         assert bridge.pause("session", 1.0, PolicyVersion(1, 1)) == 1.0
         bridge.resume("session", written=True)
         bridge.sample(PROMPT)
-    async with GenerationClient("http://server", 1.0, 1, api_key="a-key") as client:
+    async with GenerationClient(SERVICE, "http://server", 1.0, 1.0, token="a-key") as client:
         await client.generate(PROMPT)
     paths = ["/bridge/info", "/bridge/pause", "/bridge/resume", "/generate", "/generate"]
     assert [request.url.path for request in seen] == paths

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from grpo_core.clients.inference import GenerationClient
+from grpo_core.clients.inference import SERVICE, GenerationClient
 from grpo_core.clients.run_api import TrainerClient
 from grpo_core.errors import ServiceUnavailable
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, RedisConnection
@@ -32,7 +32,7 @@ def with_http(port: int) -> None:
 
 def with_aiohttp(port: int) -> None:
     async def ask() -> None:
-        async with GenerationClient(f"http://127.0.0.1:{port}", 60.0, 1) as client:
+        async with GenerationClient(SERVICE, f"http://127.0.0.1:{port}", 60.0, 60.0) as client:
             with suppress(httpx.TransportError):
                 await client.generate([1])
 

@@ -184,7 +184,13 @@ class InferencePool(ClosesOnAsyncExit):
         server = PooledServer(
             place,
             GenerationClient(
-                place.url, self.deadline_s, self._max_requests, self._api_key, place.address
+                SERVICE,
+                place.url,
+                self.deadline_s,
+                timeout_s=self.deadline_s,
+                max_connections=self._max_requests,
+                token=self._api_key,
+                address=place.address,
             ),
             HealthClient(place, others, self._api_key),
             # Half of the deadline remains for another server.
