@@ -86,8 +86,7 @@ def create_app(store: RunStore, settings: RunApiSettings, closing: asyncio.Event
         app.include_router(routes.router)
     # The middleware added last is the outermost.
     app.add_middleware(CompressionMiddleware)
-    if settings.token is not None:
-        app.add_middleware(BearerTokenGuard, token=settings.token, open_paths=OPEN_PATHS)
+    app.add_middleware(BearerTokenGuard, token=settings.token, open_paths=OPEN_PATHS)
     app.add_middleware(SameSiteOnly, hosts=listed(settings.allowed_hosts))
     app.add_middleware(
         RequestMiddleware,
