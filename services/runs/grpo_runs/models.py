@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic_core import from_json
-
 from grpo_core.settings.machine import MADE_HERE, SMOLLM2, TINY, unusable_model
 from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     LORA_RANKS,
     UnusableWeights,
+    adapter_base,
     adapter_rank,
     require_complete,
 )
@@ -61,7 +60,6 @@ def _config_file(model: str) -> Path:
 
 
 BASE = "base"
-_BASE_MODEL = "base_model_name_or_path"
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,10 @@ def evaluated_model(name: str, base_model: str | None = None) -> EvaluatedModel:
             raise UnusableWeights(problem)
         return EvaluatedModel(name, name)
     require_complete(WeightKind.ADAPTER, directory)
-    served = base_model or _base_model_of(directory)
+    served = base_model or adapter_base(directory)
+    if not served:
+        file = directory / ADAPTER_CONFIG
+        raise UnusableWeights(f"{file} names no base_model_name_or_path; pass --base-model")
     if problem := unusable_model(served):
         raise UnusableWeights(f"the base model of {name}: {problem}; pass --base-model")
     return EvaluatedModel(name, served, directory.resolve())
@@ -124,14 +125,3 @@ def adapter_flags(models: Sequence[EvaluatedModel]) -> list[str]:
         )
     below = os.path.commonpath([adapter.parent for adapter in adapters])
     return ["--enable-lora", "--max-lora-rank", str(accepted[0]), "--weights-dir", below]
-
-
-def _base_model_of(adapter: Path) -> str:
-    file = adapter / ADAPTER_CONFIG
-    try:
-        found = from_json(file.read_bytes()).get(_BASE_MODEL)
-    except (OSError, ValueError, AttributeError) as error:
-        raise UnusableWeights(f"{file} is not a LoRA configuration: {error}") from error
-    if not isinstance(found, str) or not found:
-        raise UnusableWeights(f"{file} names no {_BASE_MODEL}; pass --base-model")
-    return found

@@ -162,6 +162,11 @@ def adapter_rank(directory: Path) -> int:
     return _lora_config(directory).rank
 
 
+def adapter_base(directory: Path) -> str | None:
+    """The model that the adapter names as its base. Raises as `adapter_rank`."""
+    return _lora_config(directory).base_model_name_or_path
+
+
 def require_lora_tensors(directory: Path) -> None:
     """Raises `UnusableWeights` if the tensors do not have the ranks of the adapter's configuration,
     or one of a pair is missing."""
@@ -187,6 +192,7 @@ class _LoraConfig(BaseModel):
     """The part of PEFT's configuration that is checked."""
 
     peft_type: Literal["LORA"] = "LORA"
+    base_model_name_or_path: str | None = None
     r: int
     rank_pattern: dict[str, int] | None = None
     target_modules: list[str] | str | None = None
