@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -80,7 +79,10 @@ def _train(
     GrpoError: the model, its template or the device cannot be used, or training diverges.
     OSError, SafetensorError: a file could not be written.
     """
-    model = _directory_of(settings, run, screen)
+    model = settings.model
+    if model in MADE_HERE:
+        with StopRequest() as stop_request, Stack(run.logs, stop_request) as stack:
+            model = make_model(stack, screen, model)
     with screen.activity(f"{counted(len(examples), 'example')}; loading TRL"):
         _show_one_gpu(settings.device)
         from grpo_runs.sft.training import train_and_save  # torch, before transformers without it
@@ -95,7 +97,11 @@ def _train(
             "chat template does not show, so only the rest of them is learned; use a template that "
             "reads it, or write it into the content"
         )
-    show = partial(_show, screen)
+
+    def show(step: int, steps: int, loss: float) -> None:
+        if step * LINES_OF_PROGRESS // steps > (step - 1) * LINES_OF_PROGRESS // steps:
+            screen.line(f"step {step} of {steps}: loss {loss:.3f}")
+
     try:
         with screen.waiting(lambda: f"training; each step is in {run.metrics}"):
             result = train_and_save(settings, model, usable, run.metrics, run.path / MODEL, show)
@@ -106,21 +112,8 @@ def _train(
     return result
 
 
-def _directory_of(settings: SftSettings, run: RunDirectory, screen: Screen) -> str:
-    """The model, or the directory of one that is made here."""
-    if settings.model not in MADE_HERE:
-        return settings.model
-    with StopRequest() as stop_request, Stack(run.logs, stop_request) as stack:
-        return make_model(stack, screen, settings.model)
-
-
 def _show_one_gpu(device: str) -> None:
     """Before torch is imported. With several GPUs in sight, TRL refuses to train in one process."""
     kind, _, number = device.partition(":")
     if kind != "cpu" and os.environ.get(VISIBLE_GPUS) != "":
         os.environ[VISIBLE_GPUS] = visible_gpu(int(number or 0), f"--device {device}")
-
-
-def _show(screen: Screen, step: int, steps: int, loss: float) -> None:
-    if step * LINES_OF_PROGRESS // steps > (step - 1) * LINES_OF_PROGRESS // steps:
-        screen.line(f"step {step} of {steps}: loss {loss:.3f}")
