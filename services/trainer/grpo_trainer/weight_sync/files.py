@@ -296,7 +296,9 @@ class FileSync(DirectorySync):
     def _give_files(self, servers: list[str]) -> None:
         """Servers find no source of the announced version, of which there are no files: write those
         of the policy, which may be newer, and announce it with them."""
-        if not self.directories.path_of(self.version).is_dir():
+        announced = self._announced
+        is_base = announced.kind is VersionKind.BASE
+        if not is_base and not self.directories.path_of(announced.version).is_dir():
             reason = f"{', '.join(servers)} asked for it"
             written = self.directories.write_files(self.version, self.weights, self._policy, reason)
             self._announced = self._completed(written)

@@ -599,3 +599,15 @@ def test_a_server_without_a_source_gets_files_of_the_policy(
         sources = rig.server.shown.redis.smembers(sources_key(rig.run_id, head.version))
         assert sources == set(sync._sources)
     assert len(rig.server.shown.seen) - announced <= is_newer
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_files_that_a_server_cannot_read_are_not_written_again(steps: int, bench: NewBench) -> None:
+    """Also between two publications, when there are no files of the policy."""
+    rig = bench("update")
+    with rig.trainer(every_steps=2) as sync:
+        take_steps(sync, begun(sync), range(steps))
+        rig.server.shown.becomes(lacks="1-2" if steps else "1-0")
+        sync.watch.servers()
+        assert names(rig.root) == (["1-2"] if steps else [])
+        assert sync.watch.by_files == 0
