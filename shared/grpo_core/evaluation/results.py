@@ -125,6 +125,7 @@ class EvalResult(EvalSummary):
         """Estimate the metrics.
 
         Args:
+            items: different ones of the task, each with as many answers
             ks: empty means 1 and the number of answers to each item
             last_failure: why the last item was left out
             seed: of the bootstrap
@@ -132,8 +133,7 @@ class EvalResult(EvalSummary):
 
         Raises:
             NothingEvaluated: there are no items.
-            ValueError: the items are of another task, repeat each other or differ in their number
-                of answers, or a k is larger than that number.
+            ValueError: a k is larger than the number of answers.
         """
         left_out = {reason: count for reason, count in (left_out or {}).items() if count}
         if not items:
@@ -143,7 +143,7 @@ class EvalResult(EvalSummary):
                 f"{task}: no item was evaluated ({reasons or 'the data set is empty'}{last}); "
                 "check the data set and the log"
             )
-        samples = _samples_of(items, task)
+        samples = len(items[0].rewards)
         metrics, intervals = _estimates(items, sorted({*ks} or {1, samples}), seed)
         return cls(
             task=task,
@@ -159,21 +159,6 @@ class EvalResult(EvalSummary):
     def line(self) -> str:
         """The line of `eval.jsonl`, without newline."""
         return self.model_dump_json(exclude={"items"})
-
-
-def _samples_of(items: Sequence[EvalItem], task: str) -> int:
-    """The number of answers to each item. Raises `ValueError` if the items do not fit together."""
-    others = sorted({item.task for item in items} - {task})
-    counts = sorted({len(item.rewards) for item in items})
-    repeated = len(items) - len({item.item for item in items})
-    problems = [
-        *([f"items of other tasks: {', '.join(others)}"] if others else []),
-        *([f"different numbers of answers: {counts}"] if len(counts) > 1 else []),
-        *([f"{repeated} items repeat another one"] if repeated else []),
-    ]
-    if problems:
-        raise ValueError(f"evaluation of {task}: " + "; ".join(problems))
-    return counts[0]
 
 
 def _estimates(

@@ -82,11 +82,7 @@ def test_parts_are_averaged_where_they_are_given_and_sinks_get_flat_names() -> N
     assert flat["eval/gsm8k/length"] == 15.0
 
 
-def test_items_that_do_not_fit_together_are_named_at_once() -> None:
-    items = [item("a", 1.0), item("a", 1.0, 0.0), item("b", 1.0, task="math")]
-    expected = r"other tasks: math; different numbers of answers: \[1, 2\]; 1 items repeat"
-    with pytest.raises(ValueError, match=expected):
-        result(items)
+def test_what_no_evaluation_has_is_named() -> None:
     with pytest.raises(ValueError, match="k from 1 to 1"):
         result([item("a", 1.0)], ks=(8,))
     with pytest.raises(ValueError, match=r"one entry per answer.*'lengths': 2"):
