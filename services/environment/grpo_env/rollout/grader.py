@@ -35,7 +35,7 @@ class UnknownRewardPart(GrpoError):
 
 def length(answer: Answer) -> float:
     """Minus the share of the token limit that the answer used."""
-    return -min(1.0, len(answer.token_ids) / _limit(answer))
+    return -min(1.0, len(answer.token_ids) / answer.max_tokens)
 
 
 def repetition(answer: Answer) -> float:
@@ -58,17 +58,9 @@ def overlong(answer: Answer) -> float:
     """
     if not answer.finished:
         return -1.0
-    limit = _limit(answer)
+    limit = answer.max_tokens
     buffer = _BUFFER_SHARE * limit
     return max(-1.0, min(0.0, (limit - buffer - len(answer.token_ids)) / buffer))
-
-
-def _limit(answer: Answer) -> int:
-    if answer.max_tokens < 1:
-        raise ValueError(
-            f"the parts length and overlong need a limit of tokens; it is {answer.max_tokens}"
-        )
-    return answer.max_tokens
 
 
 PENALTIES: Mapping[str, Callable[[Answer], float]] = {
