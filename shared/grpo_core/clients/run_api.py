@@ -372,7 +372,7 @@ def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | Environmen
             f"{SERVICE}: expected a batch after {after}, got {number}; check the URL of run-api"
         )
     try:
-        found = _LEASED.validate_python(
+        return _LEASED.validate_python(
             {"id": number, "groups": answer["batch"], "received_under": versions}
         )
     except ValidationError as error:
@@ -380,9 +380,3 @@ def leased_batch(answer: dict[str, Any], after: int) -> LeasedBatch | Environmen
             f"{SERVICE}: batch {number} is invalid: {problems_of(error)}; use the same release of "
             "run-api and of the trainer"
         ) from error
-    if len(found.received_under) != len(found.groups):
-        raise ProtocolViolation(
-            f"{SERVICE}: batch {number} has {len(found.groups)} groups and "
-            f"{len(found.received_under)} versions; use one release of run-api and trainer"
-        )
-    return found
