@@ -26,7 +26,7 @@ from grpo_runs.offline.loop import run_offline
 from grpo_runs.offline.results import train_records
 from grpo_runs.offline.run_files import RunFiles
 from grpo_runs.offline.screen import OfflineScreen
-from grpo_runs.offline.sglang import SglangClient, SglangGeneration, SglangWeights
+from grpo_runs.offline.sglang import SERVICE, SglangClient, SglangGeneration, SglangWeights
 from grpo_runs.process.ports import free_port
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -102,7 +102,7 @@ class Trainer:
 @pytest.fixture
 def trainer(server: Server, tmp_path: Path) -> Iterator[Trainer]:
     sync = SglangWeights(
-        server=SglangClient(server.url),
+        server=SglangClient(SERVICE, server.url, 60.0, 60.0),
         weights=TrainedWeights(str(server.model)),
         directories=WeightDirectories(tmp_path / "weights"),
         dtype="auto",
@@ -121,7 +121,7 @@ def prompt_of(server: Server) -> list[int]:
 
 
 async def sampled(server: Server, **sampling: Any) -> list[Completion]:
-    async with SglangGeneration(server.url, 120.0, 4) as generation:
+    async with SglangGeneration(SERVICE, server.url, 120.0, 120.0, 4) as generation:
         answer = await generation.generate(prompt_of(server), **sampling)
     return answer.completions()
 

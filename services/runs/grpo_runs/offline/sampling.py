@@ -30,7 +30,13 @@ from grpo_runs.offline.errors import StaleServer
 from grpo_runs.offline.keys import OfflineKeys
 from grpo_runs.offline.local import LocalGeneration, WeightsInProcess
 from grpo_runs.offline.servers import Sampling, StockVllm
-from grpo_runs.offline.sglang import SglangClient, SglangGeneration, SglangWeights
+from grpo_runs.offline.sglang import (
+    HINT,
+    SERVICE,
+    SglangClient,
+    SglangGeneration,
+    SglangWeights,
+)
 from grpo_trainer.checks.served_weights import START_FACTOR
 from grpo_trainer.data.batches import Position
 from grpo_trainer.model.loading import TrainedWeights
@@ -58,8 +64,9 @@ def open_weights(
         yield WeightsInProcess(settings, samples=sampling.mode == "local")
     elif sampling.mode == "sglang":
         key = plain(settings.vllm_api_key)
+        url, deadline_s = settings.inference_url, settings.service_deadline_s
         weights = SglangWeights(
-            server=SglangClient(settings.inference_url, settings.service_deadline_s, api_key=key),
+            server=SglangClient(SERVICE, url, deadline_s, deadline_s, key, HINT),
             weights=TrainedWeights(settings.model, settings.lora),
             directories=VersionDirectories(served_weights_directory(settings.save_path)),
             dtype=settings.dtype,
@@ -131,7 +138,7 @@ class Engines:
         requests = max(self.keys.generation.batch_size, self.keys.eval.batch_size)
         key = plain(environment.vllm_api_key)
         if backend == "sglang_server":
-            return SglangGeneration(url, deadline_s, requests, key)
+            return SglangGeneration(SERVICE, url, deadline_s, deadline_s, requests, key, HINT)
         return StockVllm(url, self.keys.model.train_id, deadline_s, requests, key)
 
 

@@ -29,6 +29,8 @@ from grpo_trainer.weight_sync.files import DirectorySync
 log = structlog.get_logger()
 
 SERVICE = "SGLang"
+HINT = "start the server, or check generation.base_url"
+"""If nothing listens at the URL."""
 AUTO = "auto"
 UNTRAINED = PolicyVersion(0, 0)
 """The version of weights that no trainer of ours published."""
@@ -177,22 +179,7 @@ def _versions(meta: _Meta) -> tuple[PolicyVersion, PolicyVersion]:
 
 
 class SglangClient(ServiceClient):
-    """A trainer's client.
-
-    Args:
-        base_url: for example http://127.0.0.1:30000
-        deadline_s: seconds for the answer to a request, and for the server to start
-        api_key: if the server needs one
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        deadline_s: float = 60.0,
-        api_key: str | None = None,
-    ) -> None:
-        hint = "start the server, or check generation.base_url"
-        super().__init__(SERVICE, base_url, deadline_s, deadline_s, api_key, hint)
+    """A trainer's client."""
 
     def info(self) -> ServerInfo:
         """Raises `ServiceUnavailable`, `RequestRefused`, `ProtocolViolation`."""
@@ -255,19 +242,7 @@ class SglangGeneration(AsyncServiceClient):
     Its logprobs are those of softmax(logits / temperature), after a repetition penalty and before
     top-k and top-p. They are those of the logits themselves at temperature 0, and also if the
     server runs with SGLANG_RETURN_ORIGINAL_LOGPROB=1, which the trainer's checks refuse.
-
-    Args:
-        url: for example http://127.0.0.1:30000
-        deadline_s: seconds for all completions of a prompt
-        requests: largest number of requests in flight
-        api_key: if the server needs one
     """
-
-    def __init__(
-        self, url: str, deadline_s: float, requests: int, api_key: str | None = None
-    ) -> None:
-        hint = "start the server, or check generation.base_url"
-        super().__init__(SERVICE, url, deadline_s, deadline_s, requests, api_key, hint)
 
     async def generate(
         self,

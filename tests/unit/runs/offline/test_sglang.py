@@ -23,6 +23,7 @@ from grpo_core.tree.weights import LoraOptions
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_runs.offline.errors import ServerUnsuitable
 from grpo_runs.offline.sglang import (
+    SERVICE,
     UNTRAINED,
     ServerInfo,
     SglangClient,
@@ -84,7 +85,7 @@ async def completions(
     replay: Replay, recorded: str | dict[str, Any], **sampling: Any
 ) -> list[Completion]:
     replay.give(recorded)
-    async with SglangGeneration(replay.url, 30.0, 4) as generation:
+    async with SglangGeneration(SERVICE, replay.url, 30.0, 30.0, 4) as generation:
         answer = await generation.generate(PROMPT, **sampling)
     assert answer.prompt_token_ids == PROMPT
     return answer.completions()
@@ -155,7 +156,7 @@ async def test_a_logprob_that_is_no_number_is_an_error(replay: Replay, logprob: 
 def test_the_trainers_client_reads_the_prompts_logprobs(replay: Replay) -> None:
     request = RECORDED["prompt"]["request"]
     entries = RECORDED["prompt"]["answer"]["meta_info"]["input_token_logprobs"]
-    with SglangClient(replay.url) as client:
+    with SglangClient(SERVICE, replay.url, 60.0, 60.0) as client:
         replay.give("prompt", "prompt")
         assert client.prompt_logprobs(request["input_ids"]) == [entry[0] for entry in entries[1:]]
         assert replay.requests == [("/generate", request)]
@@ -164,7 +165,7 @@ def test_the_trainers_client_reads_the_prompts_logprobs(replay: Replay) -> None:
 
 
 def test_the_trainers_client_publishes_and_reads_versions(replay: Replay) -> None:
-    with SglangClient(replay.url) as client:
+    with SglangClient(SERVICE, replay.url, 60.0, 60.0) as client:
         replay.give("server_info", "loaded", "model_info_after", "not_loaded")
         info = client.info()
         assert (info.torch_dtype, info.page_size, info.max_req_input_len) == ("float32", 1, 2042)
