@@ -60,11 +60,14 @@ def iteration_record(
     scores = [score for group in groups for score in group.scores]
     means = {name: _mean(steps, metric) for name, metric in _MEANS.items()}
     parts = [means[name] or 0.0 for name in ("loss_pg", "loss_kl", "loss_entropy")]
+    divergence = _mean(steps, "policy/reference_kl")
+    if means["loss_kl"] and means["kl_coef"]:
+        divergence = means["loss_kl"] / means["kl_coef"]
     record: dict[str, Any] = {
         "iteration": iteration,
         "loss_total": sum(parts),
         **means,
-        "kl_divergence": _divergence(steps, means),
+        "kl_divergence": divergence,
         "reward_mean": fmean(scores),
         "reward_std": pstdev(scores),
         "equal_scores_fraction": fmean(len({*group.scores}) == 1 for group in groups),
@@ -84,13 +87,6 @@ def iteration_record(
 def _mean(steps: Steps, metric: str) -> float | None:
     values = [step[metric] for step in steps if metric in step]
     return fmean(values) if values else None
-
-
-def _divergence(steps: Steps, means: Mapping[str, float | None]) -> float | None:
-    loss, coefficient = means["loss_kl"], means["kl_coef"]
-    if loss and coefficient:
-        return loss / coefficient
-    return _mean(steps, "policy/reference_kl")
 
 
 @dataclass(frozen=True)
