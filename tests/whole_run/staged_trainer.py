@@ -24,8 +24,7 @@ from grpo_trainer.data.batches import BatchSource
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.data.filter import digest
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.weight_sync import shared
-from grpo_trainer.weight_sync.collective import TransferGroup
+from grpo_trainer.weight_sync import collective, shared
 from tests.whole_run.journal import JOURNAL, Journal
 from tests.whole_run.stages import (
     HALF_SAVED,
@@ -55,7 +54,7 @@ def hold_at(stages: Stages) -> None:
         setattr(owner, name, _after(stages, stage, getattr(owner, name)))
     if os.environ.get("RANK", "0") != "0":
         StatePart.write = _after(stages, PART_WRITTEN, StatePart.write)  # type: ignore[method-assign]
-    TransferGroup._broadcast = _before(stages, SENDING, TransferGroup._broadcast)  # type: ignore[method-assign]
+    collective.broadcast = _before(stages, SENDING, collective.broadcast)
     torch._foreach_copy_ = _in_two_halves(stages, torch._foreach_copy_)
 
 
