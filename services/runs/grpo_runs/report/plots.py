@@ -13,14 +13,11 @@ from grpo_runs.report.steps import StepRecord
 
 # On its first import matplotlib builds a cache of fonts and logs a warning, which would look like a
 # problem of the run.
-_font_log = logging.getLogger("matplotlib.font_manager")
-_font_log.setLevel(logging.ERROR)
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
-
-_font_log.setLevel(logging.NOTSET)
 
 DOTS_PER_INCH = 150
 COLOUR = "#1f5fa8"

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
-from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
@@ -106,11 +105,9 @@ def screen_of(live: LiveRun, size: tuple[int, int], now: float) -> RenderableTyp
     some = min(FEWEST_WARNINGS, max(1, len(state["warnings"])))
     curves = curves[: max(1, left - some)]
     warnings = _warnings(state["warnings"], max(1, left - len(curves)))
-    layout = Layout()
     head = _head(live, state, width)
     numbers = Text(_numbers(state), no_wrap=True, overflow="ellipsis")
-    layout.update(Group(head, *alerts, upper, numbers, _curves(curves, width - 4), warnings))
-    return layout
+    return Group(head, *alerts, upper, numbers, _curves(curves, width - 4), warnings)
 
 
 def _is_shown(name: str) -> bool:
