@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 from pydantic_core import from_json
 
-from grpo_core.listening import listen
+from grpo_core.listening import family_and_host
 from grpo_core.settings.command import Mistake
 
 _CONNECT_S, _HUB_S = 0.5, 10.0
@@ -220,7 +220,10 @@ def does_not_answer(url: str) -> str | None:
 def cannot_listen(host: str, port: int) -> str | None:
     """The problem of an address that another process listens on, or that is not this machine's."""
     try:
-        listen(host, port).close()
+        family, address = family_and_host(host)
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
     except OSError as error:
         return (
             f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or end the "
