@@ -36,7 +36,6 @@ LISTENERS = {
     "services/environment/grpo_env/bridges/endpoint.py": "agents: each request needs its key",
     "shared/grpo_core/metrics_port.py": "metrics, for any name, as on every port",
     "shared/grpo_core/listening.py": "opens the sockets of those above",
-    "shared/grpo_core/settings/machine.py": "tries an address, and closes it at once",
     # Not HTTP, or the endpoint of agents once more.
     "services/environment/grpo_env/sandbox/host.py": "passes the endpoint on, on loopback",
     "services/environment/grpo_env/sandbox/relay.py": "the same, inside a sandbox",
