@@ -32,7 +32,6 @@ from grpo_core.tree.environment_values import (
     UNIFORM,
     WITHOUT_EFFECT,
     one_policy,
-    with_sections,
 )
 from grpo_core.tree.task import AgentOptions, DataOptions, EvaluationOptions, RewardOptions
 from grpo_core.tree.teacher import TeacherOptions
@@ -301,7 +300,6 @@ class EnvironmentOptions(
 
     @classmethod
     def prepare_file(cls, content: dict[str, Any]) -> dict[str, Any]:
-        content = with_sections(content)
         servers = content.get("openai")
         return content | ({"openai": one_policy(servers)} if isinstance(servers, list) else {})
 

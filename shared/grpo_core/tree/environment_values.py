@@ -134,24 +134,6 @@ def _parts(value: Any) -> Any:
 
 Mixture = Annotated[tuple[MixturePart, ...], BeforeValidator(_parts)]
 
-SECTIONS = ("columns", "task-args", "reward-weights")
-"""Options that are a section of their own in a YAML file."""
-
-
-def with_sections(content: dict[str, Any]) -> dict[str, Any]:
-    """The sections as single values, also those in the section `env`."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        is_section = str(key).replace("_", "-") in SECTIONS
-        if isinstance(value, dict) and is_section:
-            found[key] = json.dumps(value)
-        elif isinstance(value, dict) and key == "env":
-            found[key] = with_sections(value)
-        else:
-            found[key] = value
-    return found
-
-
 _ENV = (
     *("group-size", "max-completion-tokens", "temperature", "max-batches-offpolicy"),
     *("max-concurrent-groups", "drop-equal-scores", "data", "data-config", "columns"),
