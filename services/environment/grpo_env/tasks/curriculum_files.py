@@ -36,16 +36,16 @@ class CurriculumFiles:
         self._stream = stream
         self._saved = ""
 
-    def restore(self) -> int:
-        """Let the stream go on from the saved state, if there is one. Returns the number of items
-        whose solve rate is known. Raises `CurriculumUnusable`: the file cannot be read."""
+    def restore(self) -> None:
+        """Let the stream go on from the saved state, if there is one. Raises `CurriculumUnusable`:
+        the file cannot be read."""
         if self._directory is None:
-            return 0
+            return
         path = self._directory / STATE_FILE
         try:
             state = CurriculumState.model_validate_json(path.read_text())
         except FileNotFoundError:
-            return 0
+            return
         except (OSError, ValueError) as error:
             problem = problems_of(error) if isinstance(error, ValidationError) else error
             raise CurriculumUnusable(
@@ -56,7 +56,6 @@ class CurriculumFiles:
         items = sum(len(task.items) for task in state.tasks.values())
         if items:
             log.info("curriculum.restored", directory=str(self._directory), items=items)
-        return items
 
     def save(self, step: int) -> None:
         """If anything was measured or drawn since the last time: replace the state, and add a line
