@@ -69,10 +69,10 @@ def reap_orphans(spare: frozenset[int]) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def children() -> frozenset[int]:
-    """Process ids of this process's direct children, zombies included."""
+def children(process: int | str = "self") -> frozenset[int]:
+    """Process ids of a process's direct children, zombies included; none if it has ended."""
     found: set[int] = set()
-    for task in Path("/proc/self/task").glob("*/children"):  # one list per thread that forked
+    for task in Path(f"/proc/{process}/task").glob("*/children"):  # one list per thread that forked
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found.update(map(int, task.read_text().split()))
     return frozenset(found)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from grpo_core.process import children
 from grpo_env.sandbox.interface import Ended, Limits, Reason
 
 _POLL_S = 0.1
@@ -162,11 +163,7 @@ def memory_bytes(pid: int, places: Sequence[str]) -> int:
     """
     processes = [pid]
     for one in processes:
-        with contextlib.suppress(OSError):  # it has ended
-            for thread in os.listdir(f"/proc/{one}/task"):
-                with contextlib.suppress(OSError):  # the thread has ended
-                    children = Path(f"/proc/{one}/task/{thread}/children").read_text()
-                    processes += map(int, children.split())
+        processes += children(one)
     own = sum(map(_own_bytes, processes))
     # A process that has ended sees none.
     return own + sum(max(_files(one, place) for one in processes) for place in places) * _KIB
