@@ -79,18 +79,16 @@ def bridge_info(url: str) -> BridgeInfo | None:
         ServerUnsuitable: another program answers.
     """
     hint = "start the server, or check generation.base_url"
-    client = ServiceClient("inference server", url, _DEADLINE_S, _REQUEST_S, None, hint)
-    try:
-        return BridgeInfo.model_validate_json(client.send("GET", "/bridge/info").content)
-    except RequestRefused as error:
-        if error.status not in _NO_ROUTE:
-            raise
-        if _has_openai_api(client):
-            return None
-    except ValidationError:
-        pass  # it has an answer to every path
-    finally:
-        client.close()
+    with ServiceClient("inference server", url, _DEADLINE_S, _REQUEST_S, None, hint) as client:
+        try:
+            return BridgeInfo.model_validate_json(client.send("GET", "/bridge/info").content)
+        except RequestRefused as error:
+            if error.status not in _NO_ROUTE:
+                raise
+            if _has_openai_api(client):
+                return None
+        except ValidationError:
+            pass  # it has an answer to every path
     raise ServerUnsuitable(
         f"{client.base_url} is no vLLM, SGLang or OpenAI API; check generation.base_url"
     )

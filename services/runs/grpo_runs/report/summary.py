@@ -129,22 +129,18 @@ class RunFacts(BaseModel):
     """How often each service warned of what, since its start."""
 
     @property
-    def crashes(self) -> int:
-        """How often the engines crashed; 0 if no server reported it."""
-        return sum(server.crashes for server in self.servers)
-
-    @property
     def publication(self) -> str:
         """How often weights were published, and what that cost, in one line."""
         publishes = self.benchmark.publishes if self.benchmark else None
         published = "" if publishes is None else f"{counted(publishes, 'publication')}, "
         if not self.servers:
             return f"{published}number of engine restarts not reported"
+        crashes = sum(server.crashes for server in self.servers)
         # A restart counts later than its crash.
         restarts = sum(max(server.restarts, server.crashes) for server in self.servers)
         return (
             f"{published}{counted(restarts, 'engine restart')}, "
-            + (f"{self.crashes} of them not planned (the engine crashed), " if self.crashes else "")
+            + (f"{crashes} of them not planned (the engine crashed), " if crashes else "")
             + counted(self.dropped_requests, "dropped request")
         )
 

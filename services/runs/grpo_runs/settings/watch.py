@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, SecretStr
 
-from grpo_core.security import is_loopback, listed, usable_token
+from grpo_core.security import is_loopback, usable_token
 from grpo_core.settings import Command, CommandSettings, Mistake, Shown
 from grpo_runs.run_directory import LATEST, RUNS
 
@@ -74,7 +74,3 @@ class WatchSettings(CommandSettings):
         if self.token is None and not is_loopback(self.host):
             return SecretStr(secrets.token_urlsafe(24))
         return self.token
-
-    @property
-    def hosts(self) -> list[str]:
-        return listed(self.allowed_hosts)

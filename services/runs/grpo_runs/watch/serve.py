@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from grpo_core.errors import GrpoError
 from grpo_core.http_connections import LimitedProtocol
 from grpo_core.listening import in_url, listen
-from grpo_core.security import plain
+from grpo_core.security import listed, plain
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
 from grpo_runs.settings.watch import WatchSettings
@@ -32,7 +32,8 @@ def watch(settings: WatchSettings, screen: Screen) -> int:
         watch_in_terminal(runs[0])
         return 0
     try:
-        page = PageServer(runs, settings.host, settings.port, settings.needed_token, settings.hosts)
+        hosts = listed(settings.allowed_hosts)
+        page = PageServer(runs, settings.host, settings.port, settings.needed_token, hosts)
     except GrpoError as error:
         return screen.failed(error)
     screen.line(f"watch at {page.url} (Ctrl-C ends)")
