@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,6 +22,7 @@ from typing import Any, BinaryIO, Protocol
 
 from pebble import ThreadPool
 
+from grpo_core.own_code import where
 from grpo_core.process import killed_with_parent
 from grpo_core.settings.command import holds_secret
 from grpo_core.tree.environment_values import PYTHON
@@ -270,7 +270,7 @@ class AgentFunction:
                 )
             return AgentEnd(None, f"the agent {self._name} {what}", is_own=False)
         except Exception as error:  # noqa: BLE001 - code of a user
-            return AgentEnd(None, f"the agent {self._name} raised {_described(error)}")
+            return AgentEnd(None, f"the agent {self._name} failed: {where(error)}")
 
 
 def _called(function: Callable[..., Any], row: Row, client: Client, deadline_s: float) -> Any:
@@ -291,9 +291,3 @@ def _as_json(value: Any) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise TypeError(f"it returned {type(value).__name__}, not values of JSON") from error
-
-
-def _described(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{place}: {error}"

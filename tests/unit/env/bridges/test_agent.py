@@ -207,9 +207,9 @@ async def agent(row, client):
         ("import sys; sys.exit('no luck')", r"(?s)program.py\) ended with status 1.*no luck"),
         ("import os; os.kill(os.getpid(), 9)", "ended with status 137"),
         ("print('idle')", "ended without a call; its output: idle"),
-        ("def agent(row, client): {}['x']", r"raised KeyError at .*program.py:1: 'x'"),
+        ("def agent(row, client): {}['x']", r"failed: .*program.py line 1: KeyError: 'x'"),
         ("def agent(row, client): return object()", "it returned object, not values of JSON"),
-        ("async def agent(row, client): exit()", "raised CodeStopped .*SystemExit"),
+        ("async def agent(row, client): exit()", "failed: .*CodeStopped: SystemExit"),
     ],
 )
 async def test_an_agent_that_fails_loses_its_group_by_name(
