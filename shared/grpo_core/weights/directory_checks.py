@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +187,19 @@ def require_lora_tensors(directory: Path) -> None:
                 f"gives rank {' or '.join(map(str, sorted(ranks)))}; save the adapter again, from "
                 "all shards"
             )
+
+
+def make_private(directory: Path) -> None:
+    """Create the directory, or check that no other user can change what is in it. Raises
+    `PermissionError`, or another `OSError`."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.lstat()
+    own, mode = os.getuid(), stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != own or mode & 0o077:
+        raise PermissionError(
+            f"{directory} must be a directory of user {own} with mode 700, but it belongs to user "
+            f"{found.st_uid} and has mode {mode:04o}; delete it, or pass another --staging-dir"
+        )
 
 
 class _LoraConfig(BaseModel):

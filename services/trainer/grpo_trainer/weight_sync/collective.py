@@ -3,8 +3,8 @@
 Its twin is `grpo_vllm.engine.vllm_compat.collective`, their protocol in
 `grpo_core.weights.collective`. Rank 0 alone sends, also with FSDP2: a tensor is collected from all
 ranks first, because a server divides it in another way. The group is formed again when a server
-joins, leaves or restarts its engine. A version whose transfer fails, and one that a server asks
-for, is written as files.
+joins, leaves or restarts its engine; until then, a server that did not join is left out. A version
+whose transfer fails, and one that a server asks for, is written as files.
 """
 
 from __future__ import annotations
@@ -107,6 +107,11 @@ class TransferGroup:
         """Wait until all workers have joined."""
         self._group = open_group(dist, self._store, 0, self.address)
 
+    def absent(self) -> set[str]:
+        """Names of the servers that have not reached this process."""
+        servers = self.address.servers.items()
+        return {name for name, (_, rank) in servers if not self._store.check([f"here/{rank}"])}
+
     def send(self, version: PolicyVersion, files: Streams) -> Manifest:
         """Returns the manifest when every worker has verified its part."""
         number, self._sent = self._sent, self._sent + 1
@@ -130,6 +135,7 @@ class TransferGroup:
         for rank in range(1, self.address.size):
             if (told := self._store.get(f"done/{number}/{rank}").decode()) != VERIFIED:
                 raise RuntimeError(f"the worker of rank {rank} has no copy: {told}")
+        self._store.delete_key(f"manifest/{number}")  # of a large model 100 kB and more
         return manifest
 
 
@@ -167,6 +173,7 @@ class CollectiveDirectories(VersionDirectories):
         self._silent_s = silent_s
         self._group: TransferGroup | None = None
         self._engines: dict[str, tuple[int, int]] = {}
+        self._absent: set[str] = set()
         if not is_loopback(host):
             log.warning(
                 "transfer_group.unprotected",
@@ -197,7 +204,7 @@ class CollectiveDirectories(VersionDirectories):
 
     def close(self) -> None:
         """Leave the group, which ends it for all members."""
-        self._group, self._engines = None, {}
+        self._group = None
 
     def _sent(
         self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM
@@ -218,19 +225,28 @@ class CollectiveDirectories(VersionDirectories):
         """The group of all servers that serve, formed again if these are others than before."""
         serving = {name: one for name, one in self._watch.servers().items() if one.serves}
         engines = {n: (s.engine_pid, s.workers) for n, s in serving.items() if s.workers}
-        if self._group is None or engines != self._engines:
+        if engines != self._engines:
             self.close()
-            if not engines:
+            self._engines, self._absent = engines, set()
+        if self._group is None:
+            members = {n: one for n, one in engines.items() if n not in self._absent}
+            if not members:
                 raise RuntimeError("no server can join a process group")
             all_have_gpus = {device.type, *(one.device for one in serving.values())} == {CUDA}
             backend = "nccl" if all_have_gpus else "gloo"
-            group = TransferGroup(self._host, device, backend, self._silent_s, engines)
+            group = TransferGroup(self._host, device, backend, self._silent_s, members)
             self._watch.versions.invite(group.address)
-            group.connect()
-            outside = sorted(serving.keys() - engines.keys())
-            members = sorted(engines)
-            log.info("transfer_group.formed", backend=backend, members=members, outside=outside)
-            self._group, self._engines = group, engines
+            try:
+                group.connect()
+            except (RuntimeError, OSError):
+                group.absent()
+                log.warning("transfer_group.absent", servers=sorted(self._absent))
+                raise
+            outside = sorted(serving.keys() - members.keys())
+            log.info(
+                "transfer_group.formed", backend=backend, members=sorted(members), outside=outside
+            )
+            self._group = group
         return self._group
 
 

@@ -11,7 +11,6 @@ import asyncio
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from grpo_core.errors import GrpoError
 from grpo_core.weights.collective import ARRIVING
 from grpo_core.weights.delta import apply_delta
-from grpo_core.weights.directory_checks import UnusableWeights, inside
+from grpo_core.weights.directory_checks import UnusableWeights, inside, make_private
 from grpo_core.weights.versions import (
     MANIFEST,
     Announcement,
@@ -85,7 +84,7 @@ class Staging:
         for directory in self.directory.glob("*" + ARRIVING):
             if version_of(directory.name.removesuffix(ARRIVING)) < wanted.version:
                 shutil.rmtree(directory, ignore_errors=True)
-        _make_private(self.directory)
+        make_private(self.directory)
         here, done = self.directory / (wanted.id + ARRIVING), self.directory / wanted.id
         try:
             checked_manifest((here / MANIFEST).read_bytes(), wanted)
@@ -96,7 +95,7 @@ class Staging:
 
     async def open(self, version: str) -> None:
         """Begin a copy."""
-        await self._write(lambda: _make_private(self.directory))
+        await self._write(lambda: make_private(self.directory))
         await self._write(lambda: _make_empty(self._partial(version)))
 
     async def write(self, version: str, name: str, first: int, piece: bytes) -> None:
@@ -178,19 +177,6 @@ def checked_manifest(text: bytes, wanted: Announcement) -> Manifest:
     if manifest.digest != wanted.digest:
         raise WrongDigest(f"the files of {wanted.id} do not have the announced digest")
     return manifest
-
-
-def _make_private(directory: Path) -> None:
-    """Create the directory, or check that no other user can change what is in it. Raises
-    `NotFetched`."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    own, mode = os.getuid(), stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != own or mode & 0o077:
-        raise NotFetched(
-            f"{directory} must be a directory of user {own} with mode 700, but it belongs to user "
-            f"{found.st_uid} and has mode {mode:04o}; delete it, or pass another --staging-dir"
-        )
 
 
 def _make_empty(directory: Path) -> None:

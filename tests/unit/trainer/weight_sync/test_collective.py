@@ -125,6 +125,7 @@ def test_a_group_brings_one_version_after_another(
             (directory := tmp_path / f"small-{step}").mkdir()
             sent = group.send(PolicyVersion(1, step), streams_of(weights, odd, directory))
             assert parts_of(tmp_path / "a" / f"1-{step}{ARRIVING}") == sent.files
+            assert not group._store.check([f"manifest/{step}"])
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -163,6 +164,23 @@ def test_a_worker_that_cannot_write_says_so(
     assert group._store.get("done/0/1").decode().endswith(f"File exists: '{file}'")
 
 
+def test_a_worker_writes_into_no_directory_that_others_can_change(
+    odd: Any, weights: TrainedWeights, tmp_path: Path
+) -> None:
+    (place := tmp_path / "a").mkdir(mode=0o755)
+    with group_with(place) as group, pytest.raises(RuntimeError):
+        send(group, weights, odd, tmp_path)
+    assert "has mode 0755; delete it" in group._store.get("done/0/1").decode()
+    assert list(place.iterdir()) == []
+
+
+def test_nccl_does_not_begin_without_a_member() -> None:
+    """It would wait for one without a limit."""
+    group = TransferGroup("localhost", HOST, "nccl", 0.1, {"a": (0, 1)})
+    with pytest.raises(RuntimeError, match="here/1"):
+        group.connect()
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_chunk_with_a_wrong_digest_is_named(
     worker: int,
@@ -195,6 +213,8 @@ class Watch:
         self.pids = dict.fromkeys(map(str, places), 1)
         self.versions = self
         self.receivers: list[Receiver] = []
+        self.unreached: set[str] = set()
+        """Servers whose network does not reach the trainer."""
 
     def servers(self) -> dict[str, ServerStatus]:
         facts: dict[str, Any] = {"state": ServerState.SERVING, "epoch": 1, "step": 0, "workers": 1}
@@ -204,6 +224,7 @@ class Watch:
         self.receivers = [
             Receiver(address, rank, 0, 1, Path(name), HOST)
             for name, (_, rank) in address.servers.items()
+            if name not in self.unreached
         ]
         for receiver in self.receivers:
             receiver.start()
@@ -214,8 +235,8 @@ class Watch:
             receiver.join()
 
 
-def directories_of(watch: Watch, root: Path) -> CollectiveDirectories:
-    made = CollectiveDirectories(root, watch, "localhost", NEVER_S)  # type: ignore[arg-type]
+def directories_of(watch: Watch, root: Path, silent_s: float = NEVER_S) -> CollectiveDirectories:
+    made = CollectiveDirectories(root, watch, "localhost", silent_s)  # type: ignore[arg-type]
     made.prepare()
     return made
 
@@ -258,4 +279,26 @@ def test_after_a_failed_transfer_all_have_left_and_the_version_has_files(
     directories.write(PolicyVersion(1, 6), weights, odd)
     assert watch.by_files == 1
     assert (broken / f"1-6{ARRIVING}" / MANIFEST).exists()
+    watch.all_left()
+
+
+@pytest.mark.parametrize("others", [pytest.param((), marks=pytest.mark.full), ("b",)])
+def test_a_server_that_did_not_join_is_waited_for_once(
+    others: tuple[str, ...], odd: Any, weights: TrainedWeights, tmp_path: Path
+) -> None:
+    """Until it is another engine."""
+    watch = Watch(*(tmp_path / name for name in ("a", *others)))
+    watch.unreached = {str(tmp_path / "a")}
+    directories = directories_of(watch, tmp_path / "served", silent_s=4.0)
+    with capture_logs() as logs:
+        for step in range(3):
+            directories.write(PolicyVersion(1, step), weights, odd)
+    absent = [entry["servers"] for entry in logs if entry["event"] == "transfer_group.absent"]
+    assert absent == [[str(tmp_path / "a")]]
+    assert watch.by_files == (1 if others else 3)
+    if others:
+        assert (tmp_path / "b" / f"1-2{ARRIVING}" / MANIFEST).exists()
+    watch.pids[str(tmp_path / "a")], watch.unreached = 2, set()
+    directories.write(PolicyVersion(1, 3), weights, odd)
+    assert (tmp_path / "a" / f"1-3{ARRIVING}" / MANIFEST).exists()
     watch.all_left()

@@ -26,6 +26,7 @@ from grpo_core.weights.collective import (
     broadcast,
     open_group,
 )
+from grpo_core.weights.directory_checks import make_private
 from grpo_core.weights.versions import CHUNK_BYTES, MANIFEST, Manifest, WrongDigest, sha256_of
 
 log = structlog.get_logger()
@@ -80,6 +81,7 @@ class Receiver(threading.Thread):
 
     def _take_part(self, store: Any) -> None:
         rank = self._ranks[self._worker]
+        store.set(f"here/{rank}", "")
         group = open_group(dist, store, rank, self._address)
         log.info("transfer_group.joined", rank=rank, size=self._address.size)
         for number in itertools.count():
@@ -100,7 +102,7 @@ class Receiver(threading.Thread):
     def _receive(self, group: Any, store: Any, number: int, offer: Offer, directory: Path) -> None:
         """Receive all files, write this worker's chunks of them, and compare these with the
         manifest. Worker 0 completes the directory when the others have verified theirs."""
-        self._staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._staging)
         directory.mkdir(mode=0o700, exist_ok=True)
         digests = {}
         for name, size in offer.files.items():
