@@ -239,7 +239,7 @@ class CollectiveDirectories(VersionDirectories):
             try:
                 group.connect()
             except (RuntimeError, OSError):
-                group.absent()
+                self._absent |= group.absent() or members.keys()
                 log.warning("transfer_group.absent", servers=sorted(self._absent))
                 raise
             outside = sorted(serving.keys() - members.keys())
