@@ -6,11 +6,10 @@ The trainer records the newest group in Redis, below the run's prefix:
 
 Its store, which the trainer keeps, has these keys below the address's token:
 
-    here/<rank>         this worker reaches the store
+    here/<rank>         this member reaches the store
     offer/<n>           `Offer` of the n-th version; broadcasts of its files in buckets follow
     manifest/<n>        its manifest
     done/<n>/<rank>     `VERIFIED`, or the reason why this worker has left
-    here/<rank>         with NCCL: this member is about to join
 
 The workers of a server fill one directory: worker k of n writes and verifies the chunks k, k + n, …
 of each file. Then the trainer announces the version, with the digest of the manifest.
@@ -72,9 +71,9 @@ def open_group(dist: Any, store: Any, rank: int, address: GroupAddress) -> Any:
     """This process's end of the process group, apart from all others of the process. Returns when
     all members are there. Raises `RuntimeError`: one of them is not within `silent_s`."""
     within = timedelta(seconds=address.silent_s)
+    store.set(f"here/{rank}", "")
     if address.backend == "nccl":
         # NCCL connects at the first broadcast, which would wait for a member without a limit.
-        store.set(f"here/{rank}", "")
         store.wait([f"here/{member}" for member in range(address.size)], within)
         os.environ.setdefault(*_NCCL_ERRORS)
         options = dist.ProcessGroupNCCL.Options()

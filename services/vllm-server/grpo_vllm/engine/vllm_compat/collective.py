@@ -81,7 +81,6 @@ class Receiver(threading.Thread):
 
     def _take_part(self, store: Any) -> None:
         rank = self._ranks[self._worker]
-        store.set(f"here/{rank}", "")
         group = open_group(dist, store, rank, self._address)
         log.info("transfer_group.joined", rank=rank, size=self._address.size)
         for number in itertools.count():
