@@ -31,7 +31,8 @@ if [[ -z ${ONLINE_STEP:-} ]]; then
     bash online.sh "$@"
 fi
 
-python=${PYTHON:-.venv/bin/python}
+python=${PYTHON:-.venv/bin/python} model=$1
+shift
 gpus=${SLURM_GPUS_ON_NODE:-0}
 ranks=${RANKS:-$((gpus > 0 ? gpus : 1))}
 meeting=()
@@ -43,13 +44,16 @@ if ((SLURM_JOB_NUM_NODES > 1)); then
 fi
 
 if ((SLURM_NODEID > 0)); then
-  exec "$python" -m grpo_trainer --model "$1" "${meeting[@]}" --ranks "$ranks" \
+  exec "$python" -m grpo_trainer --model "$model" "${meeting[@]}" --ranks "$ranks" \
     --save-path "runs/slurm-$SLURM_JOB_ID-node-$SLURM_NODEID"
 fi
 
 # A GPU of the first node is the server's.
 meeting+=(--ranks "${FIRST_RANKS:-$((gpus > 1 ? gpus - 1 : ranks))}")
 run=runs/slurm-$SLURM_JOB_ID
-files=(--run-dir "$run")
-[[ ! -d $run/checkpoints/trainer_state ]] || files=(--resume "$run")
-exec "$python" -m grpo_runs "${meeting[@]}" "${files[@]}" --model "$@"
+meeting+=(--run-dir "$run")
+if [[ -d $run/checkpoints/trainer_state ]]; then
+  meeting[-2]=--resume # which reads the configuration of the run, so without RUN.yaml
+  [[ ${1:--} == -* ]] || shift
+fi
+exec "$python" -m grpo_runs run "$@" --model "$model" "${meeting[@]}"
