@@ -50,7 +50,6 @@ from grpo_trainer.weight_sync.servers import ServerWatch
 log = structlog.get_logger()
 
 dist: Any = torch.distributed
-CUDA = "cuda"
 Streams = Mapping[str, tuple[int, Iterator[Tensor]]]
 """Of the files of a version, by name: bytes, and the content in pieces, [N] uint8."""
 
@@ -89,19 +88,17 @@ class TransferGroup:
             size=size,
             servers=ranks,
         )
-        place, within = (self.address.host, self.address.port), timedelta(seconds=silent_s)
         store = dist.TCPStore(
-            *place,
+            self.address.host,
+            self.address.port,
             is_master=True,
-            timeout=within,
+            timeout=timedelta(seconds=silent_s),
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
         self._store = dist.PrefixStore(self.address.token, store)
-        on_host = torch.device("cpu")
-        self._bucket = torch.empty(
-            BUCKET_BYTES, dtype=torch.uint8, device=device if backend == "nccl" else on_host
-        )
+        place = device if backend == "nccl" else "cpu"
+        self._bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=place)
 
     def connect(self) -> None:
         """Wait until all workers have joined."""
@@ -182,22 +179,17 @@ class CollectiveDirectories(VersionDirectories):
             )
 
     def write(
-        self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM
+        self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM, reason: str = ""
     ) -> Announcement:
-        """Send the version to all servers that serve. Raises `CheckpointNotSaved`: that failed, and
-        then a file could not be written."""
-        try:
-            return self._sent(version, weights, policy)
-        except (RuntimeError, OSError) as error:
-            reason = " ".join(str(error).split())
-        # Not earlier: the error holds what it happened to, and the peers wait for its end.
-        self.close()
-        return self.write_files(version, weights, policy, reason)
-
-    def write_files(
-        self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM, reason: str
-    ) -> Announcement:
-        """The same bytes, into a directory. Raises `CheckpointNotSaved`."""
+        """Send the version to all servers that serve. If that fails, or if there is a reason for
+        files, write the same bytes. Raises `CheckpointNotSaved`: a file could not be written."""
+        if not reason:
+            try:
+                return self._sent(version, weights, policy)
+            except (RuntimeError, OSError) as error:
+                reason = " ".join(str(error).split())
+            # Not earlier: the error holds what it happened to, and the peers wait for its end.
+            self.close()
         self._watch.by_files += 1
         log.warning("weights.by_files", policy_version=tuple(version), reason=reason)
         return super().write(version, weights, policy)
@@ -232,7 +224,7 @@ class CollectiveDirectories(VersionDirectories):
             members = {n: one for n, one in engines.items() if n not in self._absent}
             if not members:
                 raise RuntimeError("no server can join a process group")
-            all_have_gpus = {device.type, *(one.device for one in serving.values())} == {CUDA}
+            all_have_gpus = {device.type, *(one.device for one in serving.values())} == {"cuda"}
             backend = "nccl" if all_have_gpus else "gloo"
             group = TransferGroup(self._host, device, backend, self._silent_s, members)
             self._watch.versions.invite(group.address)

@@ -60,9 +60,16 @@ class VersionDirectories:
         return self.root / version_id(version)
 
     def write(
-        self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM
+        self,
+        version: PolicyVersion,
+        weights: TrainedWeights,
+        policy: CausalLM,
+        reason: str = "",  # noqa: ARG002
     ) -> Announcement:
         """Write the version completely or not at all.
+
+        Args:
+            reason: why files are needed; "" where another way would do
 
         Raises:
             CheckpointNotSaved: a file could not be written, e.g. the disk is full.
@@ -84,12 +91,6 @@ class VersionDirectories:
         self._deltas = self._deltas + 1 if has_deltas else 0
         self._delta_bytes = self._delta_bytes + manifest.delta_bytes if has_deltas else 0
         return announcement_of(version, weights, manifest, parent)
-
-    def write_files(
-        self, version: PolicyVersion, weights: TrainedWeights, policy: CausalLM, reason: str
-    ) -> Announcement:
-        """A server found no source. Every version is written here."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Nothing to release."""

@@ -300,7 +300,7 @@ class FileSync(DirectorySync):
         is_base = announced.kind is VersionKind.BASE
         if not is_base and not self.directories.path_of(announced.version).is_dir():
             reason = f"{', '.join(servers)} asked for it"
-            written = self.directories.write_files(self.version, self.weights, self._policy, reason)
+            written = self.directories.write(self.version, self.weights, self._policy, reason)
             self._announced = self._completed(written)
             self.watch.announce(self._announced, self._sources)
 
