@@ -125,6 +125,7 @@ class LocalGeneration:
             output_logits=True,
             stop_strings=stop,
             tokenizer=self._tokenizer if stop else None,
+            synced_gpus=False,  # with --fsdp the other ranks follow each pass, and do not sample
             **chosen,
         )
         tokens = found.sequences[:, len(prompt_token_ids) :]  # [n, T]

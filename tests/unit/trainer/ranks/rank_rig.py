@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import Mapping
@@ -14,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
+from grpo_core.wire.policy_version import PolicyVersion
+from grpo_runs.offline.local import LocalGeneration
 from grpo_trainer.data.collate import Batch, broadcast_batch
 from grpo_trainer.errors import LostRank, NonFiniteLoss
 from grpo_trainer.learner import GradientStats, build_learner
@@ -26,12 +30,13 @@ from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.division import whole_tensors
 from grpo_trainer.model.loading import TrainedWeights, broadcast_policy
 from grpo_trainer.model.policy import compile_layers
+from grpo_trainer.optim.buckets import own_part
 from grpo_trainer.ranks import ALONE, Ranks, join
 from tests.support.forked import forked
 from tests.unit.trainer.forward_rig import ragged_batch
 
 RANKS = 2
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 LOST = "lost.txt"
 
 
@@ -96,6 +101,9 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         return {}
     orders.begin()
     trained = dict(whole_tensors(policy, trained_parameters(policy)))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    source = LocalGeneration(policy, tokenizer, lambda: PolicyVersion(1, 0))
+    sampled = asyncio.run(source.generate([1, 2, 3], max_tokens=4, temperature=0))
     orders.end()
     return {
         "micro_batches": len(batch.micro_batches),
@@ -105,9 +113,11 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         "gradients": gradients,
         "norm": norm,
         "weights": trained,
+        "sampled": sampled.token_ids,
         "state": state,
         "state_bytes": optimizer.state_bytes(),
         "overflowed": overflowed,
+        "held": sum(own_part(parameter).numel() for parameter in policy.parameters()),
     }
 
 
