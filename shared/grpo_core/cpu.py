@@ -51,10 +51,10 @@ def keep_freed_memory(largest: int) -> None:
     trainer's CPU time, and the highest amount of memory stayed the same. Larger blocks fit fewer
     freed gaps: with gradients of 195 MiB it doubled, to 2.8 GB.
 
-    Does nothing without glibc, if the largest block has more than `LARGEST_KEPT` bytes, or if the
+    Does nothing without glibc, if the largest weight has more than `LARGEST_KEPT` bytes, or if the
     user has set malloc's own variables.
 
-    Args: largest: bytes of the largest block, such as a weight or the body of a request
+    Args: largest: bytes of the largest weight
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     is_chosen = any(name.startswith("MALLOC_") for name in os.environ)

@@ -21,11 +21,10 @@ from grpo_api.planning.run_view import QueueLimits
 from grpo_api.routes import admin, environments, scored_data, trainer
 from grpo_api.routes.openapi import DESCRIPTION, OPEN_PATHS, OPENAPI_PATH, describe, refusals
 from grpo_api.routes.requests import MAX_RECORD_BYTES, AppServices, BodyLimits
-from grpo_api.server import HttpServer, forward_library_logs
+from grpo_api.server import HttpServer, forward_library_logs, keep_freed_memory
 from grpo_api.store.checks import check_redis, watch_disk
 from grpo_api.store.redis import RedisLink
 from grpo_api.store.run import RunStore
-from grpo_core.cpu import keep_freed_memory
 from grpo_core.http_connections import raise_open_files
 from grpo_core.logs import configure_logging
 from grpo_core.redis.server import LocalRedis, disk_bytes
@@ -113,7 +112,7 @@ def serve(settings: RunApiSettings) -> None:
         run_id=settings.run_id,
         access_token_required=settings.token is not None,
     )
-    keep_freed_memory(settings.max_body_bytes)
+    keep_freed_memory()
     raise_open_files()
     # Objects made so far live as long as the process, so the garbage collector can skip them.
     gc.freeze()

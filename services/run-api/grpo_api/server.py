@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import signal
 import socket
@@ -134,6 +135,19 @@ class BoundedHeadProtocol(LimitedProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
+
+
+KEPT_BYTES = 64 * 1024 * 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h; mallopt(3)
+
+
+def keep_freed_memory() -> None:
+    """Raise both of malloc's thresholds. Does nothing without glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # glibc accepts at most 32 MiB for the mmap threshold.
+        mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 class StructlogHandler(logging.Handler):
