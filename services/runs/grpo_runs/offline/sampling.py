@@ -67,7 +67,7 @@ def open_weights(
         url, deadline_s = settings.inference_url, settings.service_deadline_s
         weights = SglangWeights(
             server=SglangClient(SERVICE, url, deadline_s, deadline_s, key, HINT),
-            weights=TrainedWeights(settings.model, settings.lora),
+            weights=TrainedWeights.of(settings),
             directories=VersionDirectories(served_weights_directory(settings.save_path)),
             dtype=settings.dtype,
             device=settings.device,
