@@ -1,7 +1,7 @@
 """The file of a model's weights as a stream, so that nobody holds a second copy of the model.
 
 The names are those of the model's own files: transformers' reverse conversion is applied to one
-tensor at a time.
+tensor at a time, if the model was not divided from fewer tensors.
 """
 
 from __future__ import annotations
@@ -47,11 +47,18 @@ def _pieces(header: bytes, policy: CausalLM) -> Iterator[Tensor]:
 
 def _tensors(policy: CausalLM, is_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
     """In the order of the file."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
+    conversions = getattr(policy, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(policy, add_legacy=False)
     found = whole_tensors(policy)
     if is_meta:
         found = ((name, _meta(tensor)) for name, tensor in model_tensors(policy).items())
+    if any(len(conversion.target_patterns) > 1 for conversion in conversions):
+        yield from revert_weight_conversion(policy, dict(found)).items()
+        return
     for name, tensor in found:
         yield from revert_weight_conversion(policy, {name: tensor}).items()
 

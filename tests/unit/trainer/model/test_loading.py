@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config
+from transformers import HrmTextConfig, HrmTextForCausalLM, T5Config
 
 from grpo_core.gpu import NoSuchDevice
 from grpo_core.weights.directory_checks import UnusableWeights
@@ -162,6 +162,18 @@ def test_an_export_has_the_rules_of_the_models_tokenizer_json(tmp_path: Path) ->
     weights.write(weights.load(torch.float32), target, with_tokenizer=True)
     rules = [json.loads((place / "tokenizer.json").read_text()) for place in (model, target)]
     assert rules[0] == rules[1]
+
+
+def test_an_export_joins_weights_that_are_one_tensor_of_the_models_files(tmp_path: Path) -> None:
+    config = HrmTextConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_attention_heads=2
+    )
+    HrmTextForCausalLM(config).save_pretrained(model := tmp_path / "model")
+    weights = TrainedWeights(str(model))
+    weights.write(weights.load(torch.float32), target := tmp_path / "export")
+    saved, exported = (load_file(place / "model.safetensors") for place in (model, target))
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
 
 
 def test_end_tokens_of_the_generation_configuration_count_in_shared_memory_too(
