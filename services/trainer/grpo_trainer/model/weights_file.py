@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,11 @@ _TYPES = {
 def weights_file(policy: CausalLM) -> tuple[int, Iterator[Tensor]]:
     """Bytes of the file, and its content in pieces: [N] uint8, where the weights are."""
     end, fields = 0, dict[str, Any](__metadata__={"format": "pt"})
-    for name, tensor in _tensors(policy, is_meta=True):
+    shapes = (
+        (name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        for name, tensor in model_tensors(policy).items()
+    )
+    for name, tensor in _as_saved(shapes, policy):
         begin, end = end, end + tensor.nbytes
         place = {"shape": list(tensor.shape), "data_offsets": [begin, end]}
         fields[name] = {"dtype": _TYPES[tensor.dtype], **place}
@@ -41,27 +45,15 @@ def weights_file(policy: CausalLM) -> tuple[int, Iterator[Tensor]]:
 
 def _pieces(header: bytes, policy: CausalLM) -> Iterator[Tensor]:
     yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for _, tensor in _tensors(policy):
+    for _, tensor in _as_saved(whole_tensors(policy), policy):
         yield tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def _tensors(policy: CausalLM, is_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+def _as_saved(
+    tensors: Iterable[tuple[str, Tensor]], policy: CausalLM
+) -> Iterator[tuple[str, Tensor]]:
     """In the order of the file."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    conversions = getattr(policy, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(policy, add_legacy=False)
-    found = whole_tensors(policy)
-    if is_meta:
-        found = ((name, _meta(tensor)) for name, tensor in model_tensors(policy).items())
-    if any(len(conversion.target_patterns) > 1 for conversion in conversions):
-        yield from revert_weight_conversion(policy, dict(found)).items()
-        return
-    for name, tensor in found:
+    for name, tensor in tensors:
         yield from revert_weight_conversion(policy, {name: tensor}).items()
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -140,11 +140,10 @@ def _buckets(pieces: Iterator[Tensor], bucket: Tensor) -> Iterator[Tensor]:
     """The pieces as one sequence of bytes, one bucket at a time, in this memory."""
     filled = 0
     for piece in pieces:
-        rest = piece
-        while len(rest):
-            taken = rest[: len(bucket) - filled]
+        while len(piece):
+            taken = piece[: len(bucket) - filled]
             bucket[filled : filled + len(taken)].copy_(taken)
-            rest, filled = rest[len(taken) :], filled + len(taken)
+            piece, filled = piece[len(taken) :], filled + len(taken)
             if filled == len(bucket):
                 yield bucket
                 filled = 0
