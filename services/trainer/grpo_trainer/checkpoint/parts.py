@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from grpo_trainer.atomic_files import write_tensors
 from grpo_trainer.optim.buckets import own_part
 
 TENSORS = "tensors.safetensors"
+READ_BYTES = 64 << 20
+"""Read at a time, or all tensors of a parameter."""
 Place = Callable[[str, torch.Size, torch.dtype], Tensor]
 """A new tensor for the one of a path, shape and type: a DTensor if this rank reads its rows only.
 """
@@ -61,25 +63,31 @@ class StatePart:
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by path. Those of a parameter are read when one is looked up.
+    """The tensors of a checkpoint by path. Those of some parameters are read when one is looked up.
 
-    Args: place: where a tensor is read to
+    Args: place: where a tensor is read to; names: of the parameters, in the order of look-ups
 
     Raises:
         SafetensorError, OSError, KeyError, ValueError: a file cannot be read.
     """
 
-    def __init__(self, directory: Path, place: Place) -> None:
+    def __init__(self, directory: Path, place: Place, names: Sequence[str]) -> None:
         self._reader, self._place = HuggingFaceStorageReader(str(directory)), place
         heads = self._reader.read_metadata()  # once, not for each tensor
         self._reader.read_metadata = lambda: heads  # type: ignore[method-assign]
         self._facts = heads.state_dict_metadata
+        self._names = iter(names)
+        self._paths = {name: list[str]() for name in names}
+        for path in self._facts:
+            self._paths.setdefault(path.partition("/")[2], []).append(path)
         self._read: dict[str, Tensor] = {}
 
     def __getitem__(self, path: str) -> Tensor:
-        if path not in self._read:  # all of the parameter, because each call takes milliseconds
-            name = path.partition("/")[2]
-            self._read = {one: self._new(one) for one in self._facts if one.endswith(f"/{name}")}
+        if path not in self._read:  # some parameters at once, because each call takes milliseconds
+            for name in self._names:
+                self._read |= {one: self._new(one) for one in self._paths[name]}
+                if sum(own_part(tensor).nbytes for tensor in self._read.values()) >= READ_BYTES:
+                    break
             own = {one: tensor for one, tensor in self._read.items() if own_part(tensor).numel()}
             with warnings.catch_warnings():  # that no process group is used
                 warnings.simplefilter("ignore", UserWarning)

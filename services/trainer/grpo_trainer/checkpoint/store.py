@@ -247,8 +247,8 @@ class SavedState:
         if any(told):
             raise _damaged(self.directory, "; ".join(filter(None, told)))
         try:
-            tensors = SavedTensors(self.directory, optimizer.place)
-            optimizer.load_tensors(list(trained_parameters(policy)), tensors)
+            names = list(trained_parameters(policy))
+            optimizer.load_tensors(names, SavedTensors(self.directory, optimizer.place, names))
         except (OSError, SafetensorError, LookupError, ValueError) as error:
             raise _damaged(self.directory, f"cannot read the tensors: {error}") from error
         if optimizer.loss_scale is not None and record.loss_scale is not None:

@@ -137,6 +137,9 @@ def newest(save_path: Path) -> SavedState:
 
 def tensors_of(saved: SavedState) -> dict[str, Tensor]:
     """Whole, whatever the number of its parts."""
+    names = list(saved.record.parameters)
     return dict(
-        SavedTensors(saved.directory, lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
+        SavedTensors(
+            saved.directory, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), names
+        )
     )
