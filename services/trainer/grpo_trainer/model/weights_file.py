@@ -53,7 +53,14 @@ def _as_saved(
     tensors: Iterable[tuple[str, Tensor]], policy: CausalLM
 ) -> Iterator[tuple[str, Tensor]]:
     """In the order of the file."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
+    conversions = getattr(policy, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(policy, add_legacy=False)
+    if any(len(conversion.target_patterns) > 1 for conversion in conversions):
+        yield from revert_weight_conversion(policy, dict(tensors)).items()
+        return
     for name, tensor in tensors:
         yield from revert_weight_conversion(policy, {name: tensor}).items()
