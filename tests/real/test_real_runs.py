@@ -80,6 +80,15 @@ def test_the_shared_weights_of_a_pretrained_model_are_trained(tmp_path: Path) ->
     require_healthy(run, steps)
 
 
+@pytest.mark.parametrize("mode", ["none", "lora_only"])
+def test_weights_are_published_through_a_process_group(mode: str, tmp_path: Path) -> None:
+    steps = 4
+    flags = ("--mode", mode, "--weight-transport", "collective", "--steps", str(steps))
+    run = run_demo(tmp_path / "run", *SUMS, *SMALL, *BRIEF, *flags)
+    require_healthy(run, steps)
+    assert trainer_log(run).count("weights.sent") == steps
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_goes_on_and_ends_as_any_other(mode: str, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
