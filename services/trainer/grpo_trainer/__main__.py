@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure_logging("trainer", "WARNING" if is_quiet else settings.log_level)
     if line.world_size > 1:
         structlog.contextvars.bind_contextvars(rank=line.trainer_rank)
-    with _errors_logged(settings):
+    with _errors_logged(settings, line.processes):
         if line.memory_plan:
             from grpo_trainer.memory_plan import memory_plan, text_of
 
-            sys.stdout.write(text_of(memory_plan(settings)))
+            sys.stdout.write(text_of(memory_plan(settings, line.processes)))
         elif line.starts_ranks:
             prepare_cpu()
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             # torchrun sets the variables of both; a rank takes the next higher port.
             port = str(settings.master_port - 1)
             weights = ("--master-addr", settings.master_addr, "--master-port", port)
-            raise SystemExit(launch(line, [*words, *weights]))
+            raise SystemExit(launch(line, settings.device, [*words, *weights]))
         else:
             _train(settings, line)
 
@@ -82,7 +82,7 @@ def _train(settings: TrainerSettings, processes: ProcessOptions) -> None:
 
 
 @contextlib.contextmanager
-def _errors_logged(settings: TrainerSettings) -> Iterator[None]:
+def _errors_logged(settings: TrainerSettings, ranks: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # of torch
@@ -93,7 +93,7 @@ def _errors_logged(settings: TrainerSettings) -> Iterator[None]:
         if isinstance(found, OutOfMemory):
             from grpo_trainer.memory_plan import memory_plan, verdict
 
-            reason += ". The plan: " + "; ".join(verdict(memory_plan(settings)).splitlines())
+            reason += ". The plan: " + "; ".join(verdict(memory_plan(settings, ranks)).splitlines())
         structlog.get_logger().error(type(found).__name__, reason=reason)
         raise SystemExit(EXIT_FAILED) from None
     except GrpoError as error:

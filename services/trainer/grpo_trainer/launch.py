@@ -65,15 +65,15 @@ class TooFewGpus(GrpoError):
     """A rank has no GPU of its own."""
 
 
-def launch(options: ProcessOptions, words: Sequence[str]) -> int:
+def launch(options: ProcessOptions, device: str, words: Sequence[str]) -> int:
     """Run the present command with these words as each rank of this host. Returns its exit status:
-    that of a rank that failed, or 128 + n after signal n.
+    that of a rank that failed, or 128 + n after signal n. Args: device: the value of --device
 
     Raises:
         NoRendezvous: the other hosts did not come within `rank_deadline_s`.
         LostRank: ranks were lost more than `MAX_RESTARTS` times.
     """
-    gpus = torch.cuda.device_count()
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if 0 < gpus < options.ranks:
         raise TooFewGpus(f"--ranks {options.ranks}: this host has {gpus} GPUs; each rank needs one")
     os.environ.setdefault(THREADS, str(max(1, CPU.cores // options.ranks)))

@@ -92,7 +92,8 @@ class MemoryBudget:
         total_bytes: the GPU's memory, or the host's
         trainer_reserve, server_reserve: bytes that each process needs beside what the plan counts
         free_bytes: of the GPU, free or this process's own
-        ranks: of the trainer; several have a GPU each, and the server has its own
+        ranks: of the trainer; several have a GPU each, and the server has its own. On a CPU all are
+            on this host
     """
 
     is_gpu: bool
@@ -145,8 +146,10 @@ class KeptBytes:
         return self.weights + self.masters + self.gradients + self.moments
 
 
-def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: OptimizerName) -> KeptBytes:
-    """Sizes that follow from the shapes of a policy."""
+def kept_bytes(
+    settings: TrainerSettings, policy: CausalLM, optimizer: OptimizerName, parts: int = 1
+) -> KeptBytes:
+    """Sizes that follow from the shapes of a policy. Args: parts: into which it is divided"""
     trained = list(trained_parameters(policy).values())
     states = (INITIAL_STATE[optimizer](torch.empty_like(p, device="meta")) for p in trained)
     is_one_pass = settings.gradient_accumulation_steps == 1  # several are summed in float32
@@ -155,10 +158,11 @@ def kept_bytes(settings: TrainerSettings, policy: CausalLM, optimizer: Optimizer
     has_reference = settings.kl_coef > 0 and (settings.lora is None or is_other)
     copies = (settings.sync.mode != "shared_vllm") + has_reference
     return KeptBytes(
-        weights=copies * sum(p.nbytes for p in policy.parameters()),
-        masters=sum(p.numel() for p in trained) * MASTER_BYTES[settings.master_dtype],
-        gradients=sum(p.nbytes if is_one_pass else p.numel() * FLOAT32_BYTES for p in trained),
-        moments=sum(tensor.nbytes for state in states for tensor in state.values()),
+        weights=copies * sum(p.nbytes for p in policy.parameters()) // parts,
+        masters=sum(p.numel() for p in trained) * MASTER_BYTES[settings.master_dtype] // parts,
+        gradients=sum(p.nbytes if is_one_pass else p.numel() * FLOAT32_BYTES for p in trained)
+        // parts,
+        moments=sum(tensor.nbytes for state in states for tensor in state.values()) // parts,
     )
 
 
@@ -232,8 +236,8 @@ class MemoryPlan:
 
     Args:
         kv_bytes: keys and values of the longest sequence, in the server
-        kept: in the trainer, from step to step
-        working_bytes: in the trainer for a short time, without and with --gradient-checkpointing
+        kept: in each rank, from step to step
+        working_bytes: in each rank for a short time, without and with --gradient-checkpointing
     """
 
     settings: TrainerSettings
@@ -257,27 +261,33 @@ class MemoryPlan:
     @property
     def server_bytes(self) -> float:
         """What the server takes: on a GPU its share, even if it needs less."""
-        if self.machine.ranks > 1:
-            return 0
         if self.machine.is_gpu:
+            if self.machine.ranks > 1:
+                return 0
             return self.settings.gpu_memory_utilization * self.machine.total_bytes
         return self.least_server_bytes
 
+    @property
+    def ranks_beside(self) -> int:
+        """Number of ranks that share the memory."""
+        return 1 if self.machine.is_gpu else self.machine.ranks
+
+    @property
+    def collected_bytes(self) -> int:
+        return collected_bytes(self.policy) if self.settings.fsdp else 0
+
     def trainer_bytes(self, is_recomputed: bool) -> int:
-        """Highest memory of the trainer. Args: is_recomputed: with --gradient-checkpointing"""
-        working = self.working_bytes[is_recomputed] + self.gap_bytes
-        kept, ranks = self.kept.total, self.machine.ranks
-        if self.settings.fsdp and ranks > 1:
-            kept = kept // ranks + collected_bytes(self.policy)
-        return kept + working + self.machine.trainer_reserve
+        """Highest memory of a rank. Args: is_recomputed: with --gradient-checkpointing"""
+        working = self.working_bytes[is_recomputed] + self.gap_bytes + self.collected_bytes
+        return self.kept.total + working + self.machine.trainer_reserve
 
     @property
     def fits(self) -> bool:
         """Whether server and trainer fit with the given options and `MARGIN`."""
         is_recomputed = self.settings.gradient_checkpointing
         margin = MARGIN * self.working_bytes[is_recomputed]
-        needed = self.trainer_bytes(is_recomputed) + margin + self.server_bytes
-        return needed <= self.machine.total_bytes
+        needed = self.ranks_beside * (self.trainer_bytes(is_recomputed) + margin)
+        return needed + self.server_bytes <= self.machine.total_bytes
 
     @property
     def gap_bytes(self) -> int:
@@ -287,15 +297,16 @@ class MemoryPlan:
         """The given --gpu-memory-utilization if server and trainer fit with it; otherwise the
         largest one with which they do. None: there is none. On a CPU the option has no effect."""
         total, given = self.machine.total_bytes, self.settings.gpu_memory_utilization
-        room = total - self.trainer_bytes(is_recomputed)
-        if not self.machine.is_gpu:
-            return given if room >= self.least_server_bytes else None
+        room = total - self.ranks_beside * self.trainer_bytes(is_recomputed)
+        if not self.machine.is_gpu or self.machine.ranks > 1:
+            least = 0 if self.machine.is_gpu else self.least_server_bytes
+            return given if room >= least else None
         usable = min(given, math.floor(100 * room / total) / 100)
         return usable if usable * total >= self.least_server_bytes else None
 
 
-def memory_plan(settings: TrainerSettings) -> MemoryPlan:
-    """Reads the model's configuration alone.
+def memory_plan(settings: TrainerSettings, ranks: int = 1) -> MemoryPlan:
+    """Reads the model's configuration alone. Args: ranks: of the trainer
 
     Raises:
         ModelNotFound: the model has no configuration here or on the hub.
@@ -311,7 +322,7 @@ def memory_plan(settings: TrainerSettings) -> MemoryPlan:
         raise ModelNotFound(
             f"--model {settings.model}: cannot read its config.json: {reason}"
         ) from error
-    machine = MemoryBudget.find(settings.device)
+    machine = replace(MemoryBudget.find(settings.device), ranks=ranks)
     dtype = _dtype(settings, config, machine)
     if settings.master_dtype == "bfloat16" != name_of(dtype):
         raise UnusableOptimizer(
@@ -385,7 +396,7 @@ def _plan(settings: TrainerSettings, policy: CausalLM, machine: MemoryBudget) ->
         layers=int(config.num_hidden_layers),
         kv_bytes=2 * keys * dtype.itemsize * longest,
         optimizer=optimizer,
-        kept=kept_bytes(settings, policy, optimizer),
+        kept=kept_bytes(settings, policy, optimizer, machine.ranks if settings.fsdp else 1),
         working_bytes=working_bytes(settings, policy, machine.is_gpu),
     )
 
@@ -427,14 +438,23 @@ def _head(plan: MemoryPlan) -> str:
     place = f"GPU      {total} ({found})" if machine.is_gpu else f"memory   {total} of this host"
     return (
         f"model    {plan.settings.model}: {weights / 1e9:.3g} billion weights, {plan.layers} "
-        f"layers, {name_of(plan.dtype)}\n{place}, for trainer and server"
+        f"layers, {name_of(plan.dtype)}\n{place}, for {_users(plan)}"
     )
+
+
+def _users(plan: MemoryPlan) -> str:
+    if (ranks := plan.machine.ranks) == 1:
+        return "trainer and server"
+    return "each rank" if plan.machine.is_gpu else f"{ranks} ranks and the server"
 
 
 def _server(plan: MemoryPlan) -> str:
     least = f"{_gib(plan.least_server_bytes)} GiB"
+    on_others = plan.machine.is_gpu and plan.machine.ranks > 1
     share = (
-        f"{_gib(plan.server_bytes)} GiB by --gpu-memory-utilization "
+        f"{least} or more, on another GPU"
+        if on_others
+        else f"{_gib(plan.server_bytes)} GiB by --gpu-memory-utilization "
         f"{plan.settings.gpu_memory_utilization:g}; it needs {least} or more"
         if plan.machine.is_gpu
         else f"{least} or more"
@@ -462,12 +482,14 @@ def _trainer(plan: MemoryPlan) -> str:
         **{f"{name}, {n / trained:.2f} bytes per weight": n for name, n in per_weight.items()},
         "copies of the model and of a reference model": kept.weights,
         f"{activations} (estimated)": plan.working_bytes[is_recomputed],
+        **({"whole weights of some layers": plan.collected_bytes} if settings.fsdp else {}),
         **({"gaps between freed buffers (estimated)": plan.gap_bytes} if plan.gap_bytes else {}),
         rest: plan.machine.trainer_reserve,
     }
+    each = "" if plan.machine.ranks == 1 else f" for each of {plan.machine.ranks} ranks"
     return (
-        f"trainer  {_gib(plan.trainer_bytes(is_recomputed))} GiB in mode {settings.sync.mode}, "
-        f"which trains {trained / 1e9:.3g} billion weights\n"
+        f"trainer  {_gib(plan.trainer_bytes(is_recomputed))} GiB{each} in mode "
+        f"{settings.sync.mode}, which trains {trained / 1e9:.3g} billion weights\n"
     ) + _lines(parts)
 
 
@@ -479,7 +501,7 @@ def verdict(plan: MemoryPlan) -> str:
     """Whether they fit, if necessary with --gradient-checkpointing or less for the server."""
     settings, total = plan.settings, _gib(plan.machine.total_bytes)
     is_recomputed = settings.gradient_checkpointing
-    needed = _gib(plan.trainer_bytes(is_recomputed))
+    needed = _gib(plan.ranks_beside * plan.trainer_bytes(is_recomputed))
     found = f"trainer {needed} GiB + server {_gib(plan.server_bytes)} GiB of {total} GiB\n"
     for recomputes in sorted({is_recomputed, True}):
         usable = plan.usable_utilization(recomputes)

@@ -34,7 +34,8 @@ def eight_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(model: Path, **options: object) -> MemoryPlan:
     chosen = {"model": str(model), "mode": "shared_vllm", "device": "cuda", **options}
-    return memory_plan(CommandLine.model_validate(chosen).settings())
+    line = CommandLine.model_validate(chosen)
+    return memory_plan(line.settings(), line.processes)
 
 
 SMALL = {"optimizer": "adafactor", "master_dtype": "bfloat16"}
@@ -70,6 +71,22 @@ def test_the_plan_of_8_billion_weights_says_what_fits_on_80_gib(
             server = usable * found.machine.total_bytes
             assert server + found.trainer_bytes(recomputes) <= found.machine.total_bytes
             assert server >= found.least_server_bytes
+
+
+def test_the_plan_of_several_ranks_is_that_of_each(eight_billion: Path) -> None:
+    """On a GPU of its own; 4 ranks divide the 105 GiB less activations that one needs, and the
+    model's 15 GiB. On a CPU all are in the memory of the host."""
+    options = {"mode": "none", "ranks": 4, "fsdp": True, "optimizer": "adamw"}
+    one = plan(eight_billion, mode="none", optimizer="adamw").kept.total
+    found = plan(eight_billion, **options)
+    assert found.kept.total == pytest.approx(one / 4)
+    out = text_of(found)
+    assert "GiB for each of 4 ranks" in out
+    assert "or more, on another GPU" in out
+    assert "They fit\n" in out
+    host = replace(found, machine=replace(found.machine, is_gpu=False))
+    assert host.ranks_beside == 4
+    assert host.usable_utilization(False) is None
 
 
 def test_layers_passes_and_copies_change_their_part_alone(eight_billion: Path) -> None:

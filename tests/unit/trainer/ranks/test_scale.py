@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scale import gathered_bytes
 from grpo_core.tree.trainer_command import CommandLine
-from grpo_trainer.memory_plan import GIB, MemoryBudget, chosen_plan, collected_bytes
+from grpo_trainer.memory_plan import GIB, MemoryBudget, chosen_plan, collected_bytes, kept_bytes
 from grpo_trainer.model.division import Division
 from grpo_trainer.model.forward import build_forward_pass
 from grpo_trainer.model.loading import HOST
@@ -87,7 +87,8 @@ def test_the_plan_divides_what_a_divided_rank_keeps(fsdp: bool, parts: int) -> N
     settings = CommandLine.model_validate(fields | {"tokens_per_micro_batch": 128}).settings()
     machine = MemoryBudget(True, "a GPU", 80 * GIB, GIB, 2 * GIB, ranks=4)
     plan = chosen_plan(settings, qwen(torch.bfloat16), machine)
+    kept = kept_bytes(settings, plan.policy, "adamw").total // parts
     collected = collected_bytes(plan.policy) if fsdp else 0
     assert plan.trainer_bytes(is_recomputed=False) == (
-        plan.kept.total // parts + collected + plan.working_bytes[False] + GIB
+        kept + collected + plan.working_bytes[False] + GIB
     )
