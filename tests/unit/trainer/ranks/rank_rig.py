@@ -70,7 +70,8 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
     settings = case.settings(model)
     policy: Any = None
     if ranks.leads:
-        policy = TrainedWeights.of(settings).load(torch.float32).eval()
+        dtype = getattr(torch, settings.master_dtype)
+        policy = TrainedWeights.of(settings).load(dtype).eval()
         torch.manual_seed(1)
         for parameter in policy.parameters():  # so that the others need rank 0's weights
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
@@ -96,6 +97,8 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         optimizer.step(step)
     optimizer.write_into_parameters()
     state = whole_state(optimizer.tensors(names))
+    rounding = optimizer.update.rounding
+    noise = ranks.gathered(str(rounding and rounding.next_seed()))
     if not ranks.leads:
         learner.follow()
         return {}
@@ -114,6 +117,7 @@ def learn(case: Case, model: str, ranks: Ranks = ALONE) -> dict[str, Any]:
         "norm": norm,
         "weights": trained,
         "sampled": sampled.token_ids,
+        "noise": noise,
         "state": state,
         "state_bytes": optimizer.state_bytes(),
         "overflowed": overflowed,

@@ -33,7 +33,7 @@ from tests.unit.trainer.groups import good, taught
 from tests.unit.trainer.ranks.rank_rig import met
 from tests.unit.trainer.tiny_policy import model_directory
 
-DEADLINE_S = 120.0
+DEADLINE_S = 1200.0
 METRICS = "metrics.jsonl"
 REJECTED = 2
 CASES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.trainer.ranks.rank_rig import LOST, Case, learn, together
+from tests.unit.trainer.ranks.rank_rig import LOST, RANKS, Case, learn, together
 
 KL = {"kl_coef": 0.1}
 LORA = {"mode": "lora_only", "lora_r": 4}
@@ -25,6 +25,7 @@ QUICK = (
     Case("fsdp-adapter", tokens=22, options=FSDP | LORA | KL | RECOMPUTED, steps=3),
     Case("fsdp-adafactor", tokens=22, options=FSDP | {"optimizer": "adafactor"}, steps=3),
 )
+ROUNDED = Case("fsdp-rounded", tokens=22, options=FSDP | {"master_dtype": "bfloat16"})
 FULL = (
     Case("fsdp-8bit", tokens=22, options=FSDP | {"optimizer": "adamw_8bit"}, steps=3),
     Case("fsdp-adapter-8bit", 22, FSDP | LORA | {"optimizer": "adamw_8bit"}, steps=3),
@@ -43,7 +44,7 @@ than those of one process. Per step, this moved weights by up to 4 % of the lear
 
 @pytest.fixture(scope="module")
 def results(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return computed(QUICK, model, tmp_path_factory)
+    return computed((*QUICK, ROUNDED), model, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,7 @@ def test_two_ranks_compute_the_step_of_one(case: Case, model: str, results: Path
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's compiler
 @pytest.mark.parametrize("case", FULL, ids=lambda case: case.name)
 def test_two_ranks_compute_every_step_of_one(case: Case, model: str, more_results: Path) -> None:
     require_equal(case, torch.load(more_results / case.name), learn(case, model))
@@ -90,6 +92,15 @@ def require_equal(case: Case, found: dict[str, Any], alone: dict[str, Any]) -> N
     assert found["sampled"] == alone["sampled"]
     if "fsdp" in case.name:
         assert found["held"] < 0.51 * alone["held"]
+
+
+def test_ranks_round_to_bfloat16_with_random_numbers_of_their_own(
+    model: str, results: Path
+) -> None:
+    """So the weights of two ranks are those of one, or their neighbours."""
+    found, alone = torch.load(results / ROUNDED.name), learn(ROUNDED, model)
+    assert len({*found["noise"]}) == RANKS
+    require_close(found["weights"], alone["weights"], 1e-2)
 
 
 def test_a_rank_ends_with_an_error_if_rank_0_ends(results: Path) -> None:
