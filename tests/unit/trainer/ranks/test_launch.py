@@ -114,7 +114,7 @@ def test_an_error_ends_all_ranks_and_is_not_repeated(launch: Callable[..., Launc
     [
         (signal.SIGTERM, 143),
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
-        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.full),
     ],
 )
 def test_a_signal_ends_all_ranks(
@@ -122,6 +122,7 @@ def test_a_signal_ends_all_ranks(
 ) -> None:
     run = launch("waits", *RANKS)
     run.wait_until_held()
+    run.wait_for_rank("1-0")
     run.process.send_signal(number)
     assert run.ended() == status
     assert run.pids().keys() == {"0-0", "1-0"}
