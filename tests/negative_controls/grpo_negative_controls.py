@@ -33,9 +33,10 @@ def control_plugin(control: str, directory: Path) -> dict[str, str]:
 
 
 def register() -> None:
-    from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks
+    from grpo_vllm.engine.vllm_compat.launch import offer_small_blocks, offer_staged_update
 
     offer_small_blocks()
+    offer_staged_update()
     control = os.environ[VARIABLE]
     if control == "kept_kv":
         reuse_adapter_names()
