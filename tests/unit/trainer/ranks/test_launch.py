@@ -109,13 +109,9 @@ def test_an_error_ends_all_ranks_and_is_not_repeated(launch: Callable[..., Launc
     assert "the options of this rank are wrong" in run.read("log")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("number", "status"),
-    [
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
-        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.full),
-    ],
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
 def test_a_signal_ends_all_ranks(
     number: signal.Signals, status: int, launch: Callable[..., Launch]
