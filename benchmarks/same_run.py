@@ -264,7 +264,8 @@ def run_offline(model: Path, directory: Path) -> dict[str, Any]:
 def _distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     losses = zip(one["losses"], other["losses"], strict=True)
     norms = zip(one["norms"], other["norms"], strict=True)
-    return max(*(abs(a - b) for a, b in losses), *(abs(a - b) / b for a, b in norms))
+    pairs = [abs(a - b) for a, b in losses] + [abs(a - b) / b for a, b in norms]
+    return float(max(pairs))
 
 
 def _checksum(paths: Iterator[Path]) -> str:
