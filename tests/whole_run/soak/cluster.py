@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from grpo_core.redis.server import bundled_redis, redis_command
 from grpo_runs.process.ports import free_port
 from tests.support.wait import wait_for
-from tests.whole_run.commands import ENVIRONMENT, REDIS, RUN_API, TRAINER
+from tests.whole_run.commands import ENVIRONMENT, REDIS, RUN_API, TRAINER, Shape
 from tests.whole_run.journal import Entry
 from tests.whole_run.rig import Rig
 from tests.whole_run.soak.groups import READY
@@ -48,7 +48,7 @@ class SoakCommands:
     seconds: float
     seed: int
     appendfsync: str
-    mode = ""
+    shape, mode = Shape(""), ""
     start_order = ((REDIS,), APIS, (TRAINER,), ENVIRONMENTS)
 
     def __post_init__(self) -> None:
