@@ -14,7 +14,7 @@ from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
 from grpo_core.gpu import OutOfMemory, gpu_error
 from grpo_core.logs import configure_logging
-from grpo_core.process import end_with_parent
+from grpo_core.process import killed_with_parent
 from grpo_core.settings import load_settings
 from grpo_core.settings.machine import does_not_answer
 from grpo_core.tree.optim import ProcessOptions
@@ -31,7 +31,7 @@ GOES_ON = "Checkpoints are intact: start the trainer again, and it resumes"
 
 def main(argv: Sequence[str] | None = None) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # torchrun gives its ranks sessions of their own: they outlive its kill
+        killed_with_parent()  # torchrun's ranks have sessions of their own: they outlive it
         if os.environ.get(STARTED_BY) not in (None, str(os.getppid())):  # it was killed before that
             raise SystemExit(EXIT_LOST)
     words = sys.argv[1:] if argv is None else argv
