@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.report import host_facts, publish, table, today
+from benchmarks.report import publish_table, today
 from benchmarks.train_bench.our_side import scored
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.trainer import ForwardOptions
@@ -116,19 +116,15 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="Markdown file whose section is replaced")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [
+    about = (
         f"`python -m benchmarks.idle_ranks --data DIRECTORY` on {today()}: the share of the ranks' "
         "time in which they wait for the costliest micro-batch of each round, of at most "
         f"{BUDGET:,} tokens. By "
         f"the CPU seconds of each micro-batch (median of {ROUNDS}), and in brackets by its "
         "operations, as `train/rank_idle_fraction`. Questions of GSM8K, 8 completions each, as "
-        "long as answers; a model of 2 layers, 128 wide.",
-        "",
-        *host_facts(),
-        "",
-        *table([*rows(Trainee.small(), options.data)]),
-    ]
-    publish(SECTION, lines, options.results)
+        "long as answers; a model of 2 layers, 128 wide."
+    )
+    publish_table(SECTION, about, [*rows(Trainee.small(), options.data)], options.results)
     return 0
 
 

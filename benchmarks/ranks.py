@@ -20,7 +20,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.idle_ranks import GROUP_SIZE, SEQ_LEN, VOCABULARY, sequences
-from benchmarks.report import host_facts, publish, spread, table, today
+from benchmarks.report import publish_table, spread, today
 from grpo_core.tree.objectives import GRPO
 from grpo_core.tree.optim import ProcessOptions
 from grpo_core.tree.trainer_command import CommandLine
@@ -95,17 +95,13 @@ def main() -> int:
         ["seconds of a step", *map(spread, walls), gain[0], "2x"],
         ["CPU seconds of the busiest rank", *map(spread, cpus), gain[1], "2x"],
     ]
-    lines = [
+    about = (
         f"`python -m benchmarks.ranks --data DIRECTORY` on {today()}: a step on "
         f"{GROUPS * GROUP_SIZE} sequences with gloo, one thread for each rank, at most {TOKENS:,} "
         f"tokens in a micro-batch; a model of 4 layers, 256 wide. {len(pairs)} pairs of runs of "
-        f"{STEPS} steps: median (lowest to highest).",
-        "",
-        *host_facts(),
-        "",
-        *table(rows),
-    ]
-    publish(SECTION, lines, options.results)
+        f"{STEPS} steps: median (lowest to highest)."
+    )
+    publish_table(SECTION, about, rows, options.results)
     return 0
 
 

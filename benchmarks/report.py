@@ -24,6 +24,13 @@ def publish(name: str, lines: Sequence[str], results: Path | None) -> None:
         replace_section(results, name, lines)
 
 
+def publish_table(
+    name: str, about: str, rows: Sequence[Sequence[str]], results: Path | None
+) -> None:
+    """Publish what was measured, the facts about the machine, and a table."""
+    publish(name, [about, "", *host_facts(), "", *table(rows)], results)
+
+
 def replace_section(path: Path, name: str, body: Sequence[str]) -> None:
     """Write `body` under the heading `name`, in place of the previous section of that name."""
     old = path.read_text().splitlines() if path.exists() else [_TITLE]

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.report import host_facts, number, publish, table, today
+from benchmarks.report import number, publish_table, today
 from grpo_core.weights.collective import GroupAddress
 from grpo_core.weights.version_log import Slot
 from grpo_core.weights.versions import Announcement
@@ -202,18 +202,14 @@ def main() -> int:
         goal = "" if way == GROUP else "0.5: met" if share <= 0.5 else "0.5: **missed**"
         over = "" if way == GROUP else f"{share:.2f}"
         rows.append([way, told, over, goal, number(median(busy[way]))])
-    lines = [
+    about = (
         f"`python -m benchmarks.weight_transport --directory DIRECTORY` on {today()}: {size:.2f} "
         f"GB of weights in bfloat16 between two processes, {options.rounds} versions in turn: "
         "median (lowest to highest) from the weights in the trainer's memory to the server's "
         "verified copy in /dev/shm, or to the trainer's verified files. Every 50th weight changes. "
-        "gloo.",
-        "",
-        *host_facts(),
-        "",
-        *table(rows),
-    ]
-    publish(SECTION, lines, options.results)
+        "gloo."
+    )
+    publish_table(SECTION, about, rows, options.results)
     return 0
 
 
