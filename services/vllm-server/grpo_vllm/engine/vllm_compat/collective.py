@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import structlog
 import torch
@@ -60,9 +61,9 @@ class Receiver(threading.Thread):
         self._ranks = range(first_rank, first_rank + workers)
         self._worker = worker
         self._staging = staging
-        self._bucket = torch.empty(
-            BUCKET_BYTES, dtype=torch.uint8, device=device if address.backend == "nccl" else "cpu"
-        )
+        place = device if address.backend == "nccl" else torch.device("cpu")
+        # One is written while the other is received.
+        self._buckets = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=place) for _ in "12"]
         self._ended = threading.Event()
 
     def leave(self) -> None:
@@ -107,18 +108,16 @@ class Receiver(threading.Thread):
         for name, size in offer.files.items():
             path = directory / name
             path.touch(mode=0o600)
-            with path.open("r+b") as file:
-                for first in range(0, size, BUCKET_BYTES):
-                    bucket = self._bucket[: size - first]
+            with path.open("r+b") as file, ThreadPoolExecutor(1) as pool:
+                writing: list[Future[dict[int, str]]] = []
+                for turn, first in enumerate(range(0, size, BUCKET_BYTES)):
+                    bucket = self._buckets[turn % 2][: size - first]
+                    if turn > 1:
+                        writing[-2].result()
                     broadcast(dist, group, bucket, self._address.silent_s)
-                    host = bucket.cpu().numpy().data
-                    for at in range(0, len(host), CHUNK_BYTES):
-                        chunk = (first + at) // CHUNK_BYTES
-                        if chunk % len(self._ranks) == self._worker:
-                            own = host[at : at + CHUNK_BYTES]
-                            digests[name, chunk] = sha256_of(own)
-                            file.seek(first + at)
-                            file.write(own)
+                    writing.append(pool.submit(self._write, file, bucket, first))
+                for written in writing:
+                    digests |= {(name, chunk): sha for chunk, sha in written.result().items()}
         text = store.get(f"manifest/{number}")
         files = Manifest.model_validate_json(text).files
         if wrong := [at for at, digest in digests.items() if files[at[0]].chunks[at[1]] != digest]:
@@ -128,3 +127,15 @@ class Receiver(threading.Thread):
                 if (told := store.get(f"done/{number}/{rank}").decode()) != VERIFIED:
                     raise ValueError(f"the worker of rank {rank} has no copy: {told}")
             (directory / MANIFEST).write_bytes(text)
+
+    def _write(self, file: BinaryIO, bucket: torch.Tensor, first: int) -> dict[int, str]:
+        """Write this worker's chunks of the bytes from `first` on; returns their digests."""
+        host, digests = bucket.cpu().numpy().data, dict[int, str]()
+        for at in range(0, len(host), CHUNK_BYTES):
+            chunk = (first + at) // CHUNK_BYTES
+            if chunk % len(self._ranks) == self._worker:
+                own = host[at : at + CHUNK_BYTES]
+                digests[chunk] = sha256_of(own)
+                file.seek(first + at)
+                file.write(own)
+        return digests
