@@ -80,11 +80,14 @@ def test_the_shared_weights_of_a_pretrained_model_are_trained(tmp_path: Path) ->
     require_healthy(run, steps)
 
 
+@pytest.mark.parametrize("ranks", [(), ("--trainer.ranks", "2", "--fsdp")], ids=["1", "2"])
 @pytest.mark.parametrize("mode", ["none", "lora_only"])
-def test_weights_are_published_through_a_process_group(mode: str, tmp_path: Path) -> None:
+def test_weights_are_published_through_a_process_group(
+    mode: str, ranks: tuple[str, ...], tmp_path: Path
+) -> None:
     steps = 4
     flags = ("--mode", mode, "--weight-transport", "collective", "--steps", str(steps))
-    run = run_demo(tmp_path / "run", *SUMS, *SMALL, *BRIEF, *flags)
+    run = run_demo(tmp_path / "run", *SUMS, *SMALL, *BRIEF, *flags, *ranks)
     require_healthy(run, steps)
     assert trainer_log(run).count("weights.sent") == steps
 
