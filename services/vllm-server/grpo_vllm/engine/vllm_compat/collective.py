@@ -104,7 +104,7 @@ class Receiver(threading.Thread):
         manifest. Worker 0 completes the directory when the others have verified theirs."""
         make_private(self._staging)
         directory.mkdir(mode=0o700, exist_ok=True)
-        digests = {}
+        digests: dict[tuple[str, int], str] = {}
         for name, size in offer.files.items():
             path = directory / name
             path.touch(mode=0o600)
