@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_env.sandbox import Ended, Sandbox, SandboxUnusable, sandbox_of
+from grpo_env.sandbox import Ended, Sandbox, SandboxFailed, sandbox_of
 from grpo_env.sandbox.container import LABEL, Resources, container
 from tests.containers.conftest import TAG
 from tests.containers.stack import ROOT, TEST_WITHIN_S, Done, docker, run
@@ -106,7 +106,7 @@ asyncio.run(docker.Docker({base_image!r}).run(["sleep", "1000"], limits=Limits(s
 
 
 async def test_a_container_that_does_not_start_is_no_end_of_the_program(sandbox: Sandbox) -> None:
-    with pytest.raises(SandboxUnusable, match=r"docker start failed: .*inside /proc"):
+    with pytest.raises(SandboxFailed, match=r"docker start failed: .*inside /proc"):
         await sandbox.run(["true"], readable=[Path("/proc/version")])
     assert (await sandbox.run(["no-such-program"])).status == 127
 

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from grpo_env.assembly import open_tasks, task_code
 from grpo_env.rollout.task_code import TaskCode, TooSlow, UserCodeFailed
 from grpo_env.settings import load_env_settings
-from grpo_env.tasks import Answer, Graded, State, Task
+from grpo_env.tasks import Answer, Graded, RolloutFailed, State, Task
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
 
@@ -43,8 +43,17 @@ def leave(word: str) -> str:
     sys.exit(word)
 
 
+def die(word: str) -> str:
+    """Die as a process does that the kernel ends because memory ran out.
+
+    Args:
+        word: a word
+    """
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Rewarded(Task):
-    tools = [where, leave]
+    tools = [where, leave, die]
 
     def reward(self, answer, row):
         if answer == "alarm":  # as math_verify does
@@ -178,12 +187,17 @@ async def test_a_timer_of_one_call_ends_no_later_one(code: TaskCode, task: Task)
     assert logs == []
 
 
+def call_of(name: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"word": "x"}}}}</tool_call>'
+
+
+async def test_a_tool_whose_process_is_killed_fails_the_rollout(code: TaskCode, task: Task) -> None:
+    with pytest.raises(RolloutFailed, match="the tool die ended its process with status -9"):
+        await code.step(task, State({}), answer_of(call_of("die")))
+
+
 async def test_a_tool_runs_in_another_process(code: TaskCode, task: Task) -> None:
-    calls = [
-        f'<tool_call>{{"name": "{name}", "arguments": {{"word": "x"}}}}</tool_call>'
-        for name in ("where", "leave")
-    ]
-    messages = await code.step(task, State({}), answer_of("".join(calls)))
+    messages = await code.step(task, State({}), answer_of(call_of("where") + call_of("leave")))
     assert messages is not None
     said, left = (message["content"] for message in messages)
     assert said.split()[0] == "x"

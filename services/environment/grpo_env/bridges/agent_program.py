@@ -70,8 +70,8 @@ class Client:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """output: what the agent printed or returned; problem: why its rollout failed; is_own: not a
-    limit of the program ended it."""
+    """output: what the agent printed or returned; problem: why its rollout failed; is_own: neither
+    a limit of the program nor the machine ended it."""
 
     output: Any
     problem: str | None = None
@@ -118,7 +118,8 @@ class AgentProgram:
         lines = (ended.errors.strip() or ended.output.strip()).splitlines()[-_LAST_LINES:]
         last_lines = "\n".join(lines)
         problem = f"the agent ({self._command}) {what}; its last lines:\n{last_lines}"
-        return AgentEnd(ended.output, problem, is_own=ended.reason == "finished")
+        is_killed = ended.status == 128 + signal.SIGKILL  # perhaps because memory ran out
+        return AgentEnd(ended.output, problem, is_own=ended.reason == "finished" and not is_killed)
 
     async def _ended(self, text: str, client: Client, deadline_s: float) -> Ended:
         row = {ROW: text} if len(text) < _LARGEST_VARIABLE_BYTES else {}

@@ -24,6 +24,7 @@ from grpo_env.tasks.tool_calls import ToolCall, text_parameters, tool_calls, typ
 PROMPT = "prompt"
 _METADATA = "metadata"
 _CALL = "call_tool"
+_UNREACHED = "transport_error"
 _DECODER = json.JSONDecoder(strict=False)  # a model writes line breaks into strings
 
 
@@ -272,8 +273,11 @@ def observation_text(observation: Mapping[str, Any], field: str = "") -> str:
 
 
 def result_text(observation: Mapping[str, Any]) -> str:
-    """The result of a tool's call: its error, its data or the texts of its content."""
+    """The result of a tool's call: its error, its data or the texts of its content. Raises
+    `RolloutFailed`: the environment did not reach the tool."""
     if error := observation.get("error"):
+        if error.get("error_type") == _UNREACHED:
+            raise RolloutFailed(f"a tool of the environment: {error.get('message') or error}")
         return f"error: {error.get('message') or error}"
     result = observation.get("result")
     if not isinstance(result, Mapping):

@@ -37,6 +37,7 @@ from pebble import ProcessExpired, ProcessPool, ThreadPool
 from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import GrpoError
 from grpo_core.process import end_with_parent
+from grpo_env.failures import RolloutFailed, is_of_machine
 from grpo_env.loading import specs_from
 from grpo_env.tasks import Answer, Message, Row, State, Task
 from grpo_env.tasks.reward_functions import graded_of
@@ -62,12 +63,15 @@ class UserCodeFailed(Exception):
     """An error of a task's code, which other processes can read.
 
     kind: name of the error; place: the user's line that raised it; trace: its traceback, from the
-    user's first line on.
+    user's first line on; of_machine: see `is_of_machine`.
     """
 
-    def __init__(self, kind: str, text: str, place: str = "", trace: str = "") -> None:
-        super().__init__(kind, text, place, trace)
+    def __init__(
+        self, kind: str, text: str, place: str = "", trace: str = "", of_machine: bool = False
+    ) -> None:
+        super().__init__(kind, text, place, trace, of_machine)
         self.kind, self.text, self.place, self.trace = kind, text, place, trace
+        self.of_machine = of_machine
 
     def __str__(self) -> str:
         return self.text
@@ -82,7 +86,8 @@ class UserCodeFailed(Exception):
         own = [frame for frame in traceback.extract_tb(shown) if _is_own(frame.filename)]
         place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
         trace = traceback.format_exception(type(error), error, shown or error.__traceback__)
-        return cls(type(error).__name__, str(error), place, "".join(trace).rstrip())
+        kind, of_machine = type(error).__name__, is_of_machine(error)
+        return cls(kind, str(error), place, "".join(trace).rstrip(), of_machine)
 
 
 def _is_own(file: str) -> bool:
@@ -240,6 +245,7 @@ class WorkerProcesses:
         Raises:
             TooSlow: the deadline has passed, and the call was ended.
             UserCodeFailed: the code raised an error, or ended its process.
+            RolloutFailed: no process could be started for it.
             GrpoError: as the code raised it.
         """
 
@@ -255,12 +261,18 @@ class WorkerProcesses:
                 # A process that ends between two calls breaks pebble's pool.
                 log.warning("reward_workers.restarted", reason=str(error))
                 await asyncio.to_thread(self._drop, pool)
-                value = await run(await self.started())
+                try:
+                    value = await run(await self.started())
+                except RuntimeError as again:
+                    raise RolloutFailed(f"{what} found no process: {again}") from again
         except DeadlinePassed as error:
             raise TooSlow.after(what, self._deadline_s) from error
         except ProcessExpired as error:
+            # Code seldom kills its own process; the kernel does, when memory runs out.
             raise UserCodeFailed(
-                "ProcessEnded", f"{what} ended its process with status {error.exitcode}"
+                "ProcessEnded",
+                f"{what} ended its process with status {error.exitcode}",
+                of_machine=error.exitcode == -signal.SIGKILL,
             ) from error
         if isinstance(value, UserCodeFailed):
             raise value

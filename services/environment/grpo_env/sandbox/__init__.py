@@ -11,4 +11,5 @@ from grpo_env.sandbox.interface import SERVICE_URL as SERVICE_URL
 from grpo_env.sandbox.interface import Ended as Ended
 from grpo_env.sandbox.interface import Limits as Limits
 from grpo_env.sandbox.interface import Sandbox as Sandbox
+from grpo_env.sandbox.interface import SandboxFailed as SandboxFailed
 from grpo_env.sandbox.interface import SandboxUnusable as SandboxUnusable

@@ -23,6 +23,7 @@ from grpo_env.sandbox.interface import (
     Ended,
     Program,
     Sandbox,
+    SandboxFailed,
     SandboxUnusable,
     give,
     is_root,
@@ -43,7 +44,6 @@ _OF_PREFIX = ("bin", "include", "lib", "lib64", "pyvenv.cfg", "share")
 _PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 _IN_MEMORY = ("/tmp", "/dev/shm")
 _PROBE_S = 20
-_BWRAP_FAILED = 1
 _NO_PROC = "Can't mount proc"
 
 
@@ -80,8 +80,10 @@ class Bubblewrap(Sandbox):
                 inherited=[filter_fd, *namespace.inherited],
             )
             ended = await run_child(command)
-            if ended.status == _BWRAP_FAILED and not namespace.has_run:
-                raise SandboxUnusable(f"bwrap cannot start a program: {ended.errors.strip()}")
+            is_ended = ended.reason == "finished"
+            if not namespace.has_run and (is_ended or not namespace.has_begun):
+                said = ended.errors.strip() or f"{ended.reason}, status {ended.status}"
+                raise SandboxFailed(f"bwrap did not run a program: {said}")
             return ended
 
 

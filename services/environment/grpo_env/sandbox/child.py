@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import cast
 
 from grpo_core.process import children
-from grpo_env.sandbox.interface import Ended, Limits, Reason
+from grpo_env.failures import is_of_machine
+from grpo_env.sandbox.interface import Ended, Limits, Reason, SandboxFailed
 
 _POLL_S = 0.1
 _LARGEST_SHARE = 0.1
@@ -78,8 +79,12 @@ class _Run(asyncio.SubprocessProtocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's name
         self.stop("finished")
 
-    def stop(self, reason: Reason) -> None:
-        if not self.reached.done():
+    def stop(self, reason: Reason | SandboxFailed) -> None:
+        if self.reached.done():
+            return
+        if isinstance(reason, SandboxFailed):
+            self.reached.set_exception(reason)
+        else:
             self.reached.set_result(reason)
 
     def text(self, fd: int) -> str:
@@ -87,9 +92,13 @@ class _Run(asyncio.SubprocessProtocol):
 
 
 async def run_child(command: LimitedCommand) -> Ended:
-    """Run a command in a session of its own, to its end or to the first limit. Raises `OSError`:
-    the command does not start."""
-    files_before = 0
+    """Run a command in a session of its own, to its end or to the first limit.
+
+    Raises:
+        OSError: the command does not start.
+        SandboxFailed: the kernel ended it because memory ran out, or it cannot be measured.
+    """
+    files_before, out_of_memory = 0, _out_of_memory()
     if command.directory:
         with contextlib.suppress(OSError):  # it cannot be measured, which then stops the run
             files_before = await asyncio.to_thread(file_bytes, command.directory, math.inf)
@@ -119,6 +128,9 @@ async def run_child(command: LimitedCommand) -> Ended:
     status = 128 - code if code < 0 else code
     if reason == "finished":
         reason = _BY_STATUS.get(status, reason)
+        is_killed = status == 128 + signal.SIGKILL and command.measures_memory
+        if is_killed and _out_of_memory() > out_of_memory:
+            raise SandboxFailed("the kernel ended the program: the machine ran out of memory")
     return Ended(status, run.text(1), run.text(2), reason, time.monotonic() - started)
 
 
@@ -149,8 +161,13 @@ async def _watch(reason: Reason, used: Callable[[], int], most: int, run: _Run) 
                 run.stop(reason)
             took = time.monotonic() - started
             await asyncio.sleep(max(_POLL_S, took / _LARGEST_SHARE))
-    except OSError:
-        run.stop(reason)
+    except OSError as error:
+        run.stop(SandboxFailed(f"no measurement: {error}") if is_of_machine(error) else reason)
+
+
+def _out_of_memory() -> int:
+    """How often the kernel has ended a process because memory ran out, here or in a cgroup."""
+    return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split(None, 1)[0])
 
 
 def memory_bytes(pid: int, places: Sequence[str]) -> int:

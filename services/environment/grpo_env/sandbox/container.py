@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from grpo_env.sandbox.child import LimitedCommand, run_child
-from grpo_env.sandbox.interface import MIB, Ended, Limits, SandboxUnusable
+from grpo_env.sandbox.interface import MIB, Ended, Limits, SandboxFailed, SandboxUnusable
 
 LABEL = "grpo-container"
 """Of every container that is made here."""
@@ -70,10 +70,10 @@ async def succeed(
     seconds: float = COMMAND_S,
     given: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Output of a docker command; see `docker`. Raises `SandboxUnusable` if it fails."""
+    """Output of a docker command; see `docker`. Raises `SandboxFailed` if it fails."""
     ended = await docker(words, seconds, given)
     if not ended.ok:
-        raise SandboxUnusable(f"docker {words[0]} failed:\n{ended.for_model()}")
+        raise SandboxFailed(f"docker {words[0]} failed:\n{ended.for_model()}")
     return ended.output
 
 
@@ -117,7 +117,7 @@ class Resources:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class ContainerGone(Exception):
+class ContainerGone(SandboxFailed):
     """The container does not run any more."""
 
 
@@ -140,7 +140,7 @@ class Container:
 
         Raises:
             ContainerGone: see there.
-            SandboxUnusable: Docker does not answer any more.
+            SandboxFailed: Docker does not answer any more.
         """
         given = environment or {}
         words = ["exec", *variables(given)]
@@ -151,7 +151,7 @@ class Container:
             # A command may write what looks like an error of Docker.
             state = await docker(["inspect", "--format", "{{.State.Running}}", self.name])
             if state.errors.startswith(_NO_ENGINE):
-                raise SandboxUnusable(state.errors.strip())
+                raise SandboxFailed(state.errors.strip())
             if state.output.strip() != "true":
                 raise ContainerGone(f"a command ended its container: {state.for_model()}")
         if ended.status == 128 + signal.SIGKILL and ended.seconds >= seconds:
@@ -160,15 +160,15 @@ class Container:
 
     async def copy_in(self, directory: Path, target: str) -> None:
         """Put the files of a directory where `target` says, instead of what is there. Raises
-        `SandboxUnusable`: it fails."""
+        `SandboxFailed`: it fails."""
         await self.run(f"rm -rf {target}", COMMAND_S, user="root")
         await succeed(["cp", f"{directory}/.", f"{self.name}:{target}"])
 
 
 @asynccontextmanager
 async def container(image: str, resources: Resources) -> AsyncIterator[Container]:
-    """Start a container of an image, and remove it at the end. Raises `SandboxUnusable`: Docker
-    does not start it."""
+    """Start a container of an image, and remove it at the end. Raises `SandboxFailed`: Docker does
+    not start it."""
     name = f"{LABEL}-{uuid.uuid4().hex}"
     limits = ["--memory", f"{resources.memory_mb}m", "--memory-swap", f"{resources.memory_mb}m"]
     limits += ["--cpus", f"{resources.cpus:g}", "--pids-limit", str(resources.processes)]
@@ -193,4 +193,7 @@ def require_engine() -> None:
 async def build(directory: Path, image: str, seconds: float) -> None:
     """Build an image of a directory with a Dockerfile. Raises `SandboxUnusable`: it fails; the
     message has its last lines."""
-    await succeed(["build", "--quiet", "--tag", image, str(directory)], seconds)
+    try:
+        await succeed(["build", "--quiet", "--tag", image, str(directory)], seconds)
+    except SandboxFailed as error:
+        raise SandboxUnusable(str(error)) from error

@@ -26,7 +26,7 @@ from grpo_env.sandbox.interface import (
     Limits,
     Program,
     Sandbox,
-    SandboxUnusable,
+    SandboxFailed,
     give,
     is_root,
 )
@@ -37,7 +37,7 @@ _SOCKET, _RELAY = "/run/service.sock", "/run/relay.py"
 _START_S = 60.0
 """More time than any start of a container takes."""
 _OLD = "24h"
-_STATE = "{{.State.StartedAt}} {{.State.OOMKilled}}"
+_STATE = "{{.State.StartedAt}} {{.State.OOMKilled}} {{.State.ExitCode}}"
 _NEVER = "0001-01-01"
 
 
@@ -80,9 +80,11 @@ class Docker(Sandbox):
         async with _created(name, create, given):
             ended = await run_docker(command)
             state = await succeed(["inspect", "--format", _STATE, name])
-        started_at, is_killed = state.split()
-        if ended.reason == "finished" and started_at.startswith(_NEVER):
-            raise SandboxUnusable(f"docker start failed: {ended.errors.strip()}")
+        started_at, is_killed, status = state.split()
+        if started_at.startswith(_NEVER):
+            raise SandboxFailed(f"docker start failed: {ended.errors.strip() or ended.reason}")
+        if ended.reason == "finished" and ended.status != int(status):
+            raise SandboxFailed(f"docker lost the program: {ended.errors.strip()}")
         is_memory = is_killed == "true" and ended.reason == "finished"
         return replace(ended, reason="memory") if is_memory else ended
 

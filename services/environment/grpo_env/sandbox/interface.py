@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_core.errors import GrpoError
+from grpo_env.failures import RolloutFailed
 
 MIB = 2**20
 
@@ -31,6 +32,10 @@ _SHOWN_CHARACTERS = 4000
 
 class SandboxUnusable(GrpoError):
     """The chosen sandbox does not work on this machine. The message says what to install."""
+
+
+class SandboxFailed(RolloutFailed):
+    """The sandbox did not run a program to its end or to a limit."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,8 @@ class Sandbox:
             service: a Unix socket of an HTTP server that the program may reach.
 
         Raises:
-            SandboxUnusable: the sandbox itself does not start.
+            SandboxFailed: the sandbox did not start the program, or the host ended it.
+            SandboxUnusable: the sandbox is not installed any more.
             FileNotFoundError: a path of `directory` or `readable` does not exist.
         """
         directory = directory.resolve(strict=True) if directory else None

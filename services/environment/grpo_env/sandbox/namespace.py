@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from grpo_core.process import children
 from grpo_env.sandbox.interface import Limits
 
 _STATUS_BYTES = 4096
@@ -23,10 +24,11 @@ class Namespace:
     the program.
 
     options: of `bwrap`, which inherits the file descriptors `inherited`.
-    has_run: after `kill`, whether the program was started and ended by itself.
+    has_run: after `kill`, whether the program was started and ended by itself; has_begun: whether
+    it ran until then.
     """
 
-    has_run = False
+    has_run = has_begun = False
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -62,6 +64,8 @@ class Namespace:
 
     async def kill(self, bwrap: int) -> None:
         """Return when no process is left."""
+        self._read()
+        self.has_begun = bool(self._first and children(self._first[0]))
         # A `bwrap` that has just started has not told its child yet to end with it. The child is in
         # its process group until it starts the program.
         with contextlib.suppress(ProcessLookupError):

@@ -101,10 +101,6 @@ class MessagesUnusable(GrpoError):
     """The chat template of the model cannot render these messages."""
 
 
-class RolloutFailed(Exception):
-    """A rollout ended with an error. Its group is lost and counted, and the run goes on."""
-
-
 class Dialogue(Protocol):
     """Records one rollout, token by token."""
 

@@ -20,6 +20,7 @@ from typing import Any
 from pebble import ThreadPool
 
 from grpo_core.errors import GrpoError
+from grpo_env.failures import RolloutFailed, is_of_machine
 from grpo_env.tasks.tool_calls import IsText, Message, ToolCall, text_parameters, tool_calls
 
 
@@ -116,6 +117,10 @@ async def answer_calls(text: str, tools: Sequence[Tool]) -> list[Message] | None
 
     Returns one message of the role `tool` for each call. An error of a tool becomes its content, so
     that the model can learn from it. Functions run in threads; coroutines are awaited.
+
+    Raises:
+        RolloutFailed: a tool raised it, or `is_of_machine` its error.
+        GrpoError: of a tool.
     """
     calls = tool_calls(text, _is_text(tools))
     functions = {tool.__name__: tool for tool in tools if not isinstance(tool, Mapping)}
@@ -146,7 +151,11 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
         # A partial: an argument of the tool may have the name of one of pebble's.
         done = _threads().schedule(partial(contained, tool, **call.arguments))
         return str(await asyncio.wrap_future(done))
-    except Exception as error:  # noqa: BLE001 - code of a user, and arguments of a model
+    except GrpoError:
+        raise
+    except Exception as error:  # code of a user, and arguments of a model
+        if is_of_machine(error):
+            raise RolloutFailed(f"the tool {call.name}: {type(error).__name__}: {error}") from error
         return f"error: {error or type(error).__name__}"
 
 

@@ -325,6 +325,17 @@ async def test_an_agent_that_takes_too_long_is_a_failed_rollout(
     assert "did not end within 0.2 s, the limit of --agent-deadline-s" in found.detail
 
 
+async def test_a_limit_that_a_call_reached_hides_no_kill(
+    agent: Any, template: ChatTemplate
+) -> None:
+    ask, kill = "ask(('user', 'q'))", "import os; os.kill(os.getpid(), 9)"
+    text = f"{PROGRAM}\n{ask}\ntry: {ask}\nfinally: {kill}"
+    task = agent(text, calls=1)
+    outcome, _ = await sample(scripted("7"), task, PLAN, template=template)
+    task.close()
+    assert "ended with status 137" in lost(outcome).detail
+
+
 STARTS_ANOTHER = """
 import subprocess, sys
 child = subprocess.Popen(["sleep", "600"])

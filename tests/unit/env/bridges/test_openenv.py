@@ -105,6 +105,11 @@ def test_the_result_of_a_tool_becomes_a_text(observation: Any, text: str) -> Non
     assert result_text(observation) == text
 
 
+def test_a_tool_that_the_environment_does_not_reach_fails_the_rollout() -> None:
+    with pytest.raises(RolloutFailed, match="no route"):
+        result_text({"error": {"error_type": "transport_error", "message": "no route"}})
+
+
 def test_a_tool_of_an_environment_is_one_for_the_chat_template() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert tool_schema({"name": "add", "description": "Adds.", "input_schema": parameters}) == {

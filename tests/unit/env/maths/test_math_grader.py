@@ -12,12 +12,14 @@ from decimal import Decimal
 from multiprocessing import active_children
 from unittest.mock import create_autospec
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_env.maths.math_grader import GraderUnusable, MathGrader, MathProcess, NotGraded
 from grpo_env.maths.numbers import exact_verdict, read_number, respelled_pair
+from tests.support.wait import wait_for
 
 
 @pytest.fixture(scope="session")
@@ -143,6 +145,17 @@ def test_a_killed_process_is_replaced_and_a_closed_grader_compares_numbers_only(
     assert grader.is_equal("18", "18")
     with pytest.raises(NotGraded, match="the grader is closed"):
         grader.is_equal("36/2", "18")
+
+
+def test_an_answer_whose_comparison_is_killed_gets_no_score(grader: MathGrader) -> None:
+    answers = ThreadPoolExecutor(1)
+    before = psutil.Process(grader._process._process.pid).cpu_times().user
+    verdict = answers.submit(grader.is_equal, r"\boxed{99999999999!}", "18")
+    wait_for(lambda: psutil.Process(grader._process._process.pid).cpu_times().user > before)
+    grader._process._process.kill()
+    with pytest.raises(NotGraded, match=r"crashed the grading process: .* exit code -9"):
+        verdict.result()
+    assert grader.is_equal("36/2", "18")
 
 
 MathVerify = Callable[[str, str], bool]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,17 +15,20 @@ from socketserver import ThreadingUnixStreamServer
 
 import pytest
 
+from grpo_core.process import children
 from grpo_env.sandbox import (
     SERVICE_URL,
     Ended,
     Limits,
     Sandbox,
+    SandboxFailed,
     SandboxUnusable,
     run_python,
     run_shell,
     sandbox_of,
 )
 from grpo_env.sandbox.bubblewrap import usable_bubblewrap
+from tests.support.wait import wait_for_async
 
 Python = Callable[..., Ended]
 
@@ -129,8 +133,44 @@ def test_a_sandbox_that_does_not_start_is_told_from_a_program_that_fails(
     bubblewrap: Sandbox, service: Path
 ) -> None:
     running = bubblewrap.run(["true"], readable=[Path("/")], service=service)
-    with pytest.raises(SandboxUnusable, match=r"bwrap: Can't create file at /run/service\.sock"):
+    with pytest.raises(SandboxFailed, match=r"bwrap: Can't create file at /run/service\.sock"):
         asyncio.run(running)
+    with pytest.raises(SandboxFailed, match="did not run a program: timeout"):
+        asyncio.run(bubblewrap.run(["true"], limits=Limits(seconds=0)))
+
+
+async def test_a_sandbox_that_is_killed_is_told_from_a_program_that_is(
+    bubblewrap: Sandbox, tmp_path: Path
+) -> None:
+    """As the kernel does when memory runs out."""
+    before, started = children(), tmp_path / "started"
+    code = f"open({str(started)!r}, 'w').close(); import time; time.sleep(1000)"
+    running = bubblewrap.run([bubblewrap.python, "-c", code], directory=tmp_path)
+    task = asyncio.create_task(running)
+    await wait_for_async(started.exists)
+    (bwrap,) = children() - before
+    os.kill(bwrap, signal.SIGKILL)
+    with pytest.raises(SandboxFailed, match="did not run a program: finished, status 137"):
+        await task
+
+
+def test_a_machine_without_memory_is_told_from_a_program_that_fails() -> None:
+    """The kernel ends both programs, of which one ended itself."""
+    cgroup = Path("/sys/fs/cgroup/memory") / f"sandbox-{os.getpid()}"
+    try:
+        cgroup.mkdir()
+        (cgroup / "memory.limit_in_bytes").write_text(str(2**25))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup of its own: {error}")
+    run = sandbox_of("none").run
+    kill = "kill -9 $$"
+    try:
+        assert asyncio.run(run(["sh", "-c", kill])).status == 137
+        fill = f"echo $$ >{cgroup}/cgroup.procs; exec head -c {2**26} /dev/zero | tail >/dev/null"
+        with pytest.raises(SandboxFailed, match="ran out of memory"):
+            asyncio.run(run(["bash", "-o", "pipefail", "-c", fill]))
+    finally:
+        cgroup.rmdir()
 
 
 def test_bwrap_is_found_on_path_or_named_as_what_to_install(
