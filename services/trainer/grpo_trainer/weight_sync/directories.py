@@ -59,6 +59,10 @@ class VersionDirectories:
     def path_of(self, version: PolicyVersion) -> Path:
         return self.root / version_id(version)
 
+    def has(self, version: PolicyVersion) -> bool:
+        """Whether the version was written here."""
+        return (self.path_of(version) / MANIFEST).is_file()
+
     def write(
         self,
         version: PolicyVersion,

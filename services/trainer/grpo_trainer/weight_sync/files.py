@@ -217,6 +217,7 @@ class FileSync(DirectorySync):
         # Before servers are waited for: those without the trainer's disk fetch the newest version
         # here before they serve.
         self._sources = self.source.open()
+        self._replace_lost_version()
         info = self._agreed_info()
         dtype = _dtype_to_load(self.dtype, info)
         lengths = ProbeLengths.fitting(info.kv_block_size, info.max_model_len)
@@ -245,6 +246,23 @@ class FileSync(DirectorySync):
         if self.begun_as is not None:
             log.info("weights.already_served", policy_version=tuple(self.begun_as))
         return self.version
+
+    def _replace_lost_version(self) -> None:
+        """A version of a process group has no files: if no server serves it, none can. Servers that
+        wait for it serve the model of --model until `start` announces the restored weights."""
+        head = self.watch.versions.head() if self.watch.versions.run_id else None
+        if head is None or head.kind is VersionKind.BASE or self.directories.has(head.version):
+            return
+        if any(server.serves for server in self.watch.servers().values()):
+            return
+        log.warning(
+            "weights.lost",
+            policy_version=tuple(head.version),
+            reason="it has no files here, and no server serves it",
+            effect="until the first publication, servers that start serve --model",
+        )
+        untrained = PolicyVersion(head.version.epoch + 1, 0)
+        self.watch.announce(Announcement(**untrained.fields(), kind=VersionKind.BASE), [])
 
     def recover_server(self) -> None:
         """Wait for a server if none serves, and announce again what Redis has lost.

@@ -601,6 +601,35 @@ def test_a_server_without_a_source_gets_files_of_the_policy(
     assert len(rig.server.shown.seen) - announced <= is_newer
 
 
+def test_a_version_that_was_lost_with_all_servers_holds_up_no_restart(bench: NewBench) -> None:
+    """Trainer and servers ended together, and the version had gone through a process group."""
+    rig = bench("update")
+    with rig.trainer(collective=True) as sync:
+        optimizer = begun(sync)
+        take_steps(sync, optimizer, range(2))
+        state = saved(sync, optimizer)
+    server = rig.server.shown
+    with rig.trainer(collective=True) as sync:
+        begun(sync, 2, state)
+    assert server.seen[-1].id == "2-2"  # it served: nothing was lost
+    shutil.rmtree(rig.root / "2-2")
+    server.becomes(state=ServerState.JOINING, lacks="2-2")
+    with rig.trainer(collective=True) as sync:
+        awaited = sync.watch.versions.head
+
+        def joins() -> BridgeInfo:
+            head = awaited()
+            assert head is not None
+            assert (head.id, head.kind) == ("3-0", BASE)
+            server.becomes(state=ServerState.SERVING, lacks="")
+            return StandInServer.info(rig.server)
+
+        rig.server.info = joins  # type: ignore[method-assign]
+        begun(sync, 2, state)
+        assert sync.version == (4, 2)
+    assert rig.server.loads[-2:] == [(3, 0), (4, 2)]
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_files_that_a_server_cannot_read_are_not_written_again(steps: int, bench: NewBench) -> None:
     """Also between two publications, when there are no files of the policy."""
