@@ -15,23 +15,9 @@ from grpo_core.wire.fields import (
     PROMPT_LOGPROB,
 )
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.receipt import NEUTRAL_SAMPLING
 from grpo_core.wire.scored_group import OWN_LOGPROBS, RolloutFacts, ScoredGroup
 from grpo_trainer.errors import NO_INFERENCE_LOGPROBS, UnusableGroup, UnusableReason
-
-NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "structured_outputs": (),
-}
-"""Values for which the behaviour logprobs are those of softmax(logits / temperature)."""
 
 Tokens = list[int]
 

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from grpo_core.tree.objectives import GRPO
 from grpo_core.wire.fields import LOGPROB_SLACK, MASKED
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.receipt import NEUTRAL_SAMPLING
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checkpoint.store import OpenedEpochs
 from grpo_trainer.data.collate import collate
@@ -24,7 +25,6 @@ from grpo_trainer.data.filter import (
     digest,
 )
 from grpo_trainer.data.groups import (
-    NEUTRAL_SAMPLING,
     GroupLimits,
     sequences_of,
     usable_sequences,
