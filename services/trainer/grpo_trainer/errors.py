@@ -61,7 +61,8 @@ class DuplicatedBatch(GrpoError):
 
 
 class RolloutMismatch(GrpoError):
-    """The behaviour logprobs of a group contradict its tokens, policy version or temperature."""
+    """A group is not what the server sampled: it differs from its receipts, or its behaviour
+    logprobs contradict its tokens, policy version or temperature."""
 
 
 class SelfTestFailed(GrpoError):

@@ -30,10 +30,16 @@ from grpo_core.wire.run_api import EnvironmentCount, Registration, RunStatus
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.data.collate import Batch, collate
 from grpo_trainer.data.cuts import Cut
-from grpo_trainer.data.filter import GroupFilter, VersionHistory, digest
+from grpo_trainer.data.filter import Checked, GroupFilter, VersionHistory, digest
 from grpo_trainer.data.groups import GroupLimits, UsableSequence
 from grpo_trainer.data.quarantine import Quarantine
-from grpo_trainer.errors import DuplicatedBatch, NoEnvironmentLeft, StaleData, UnusableGroup
+from grpo_trainer.errors import (
+    DuplicatedBatch,
+    NoEnvironmentLeft,
+    RolloutMismatch,
+    StaleData,
+    UnusableGroup,
+)
 
 log = structlog.get_logger()
 
@@ -56,7 +62,7 @@ class _Prepared:
     were stale; None without any."""
 
     leased: LeasedBatch
-    checked: list[list[UsableSequence] | UnusableGroup]
+    checked: list[Checked]
     digests: list[bytes]
     batch: Batch | None
 
@@ -111,7 +117,8 @@ class BatchSource:
             ServiceUnavailable: no batch was complete until the deadline.
             NoEnvironmentLeft: no environment is left to send groups.
             StaleData: only stale groups arrived until the deadline.
-            UnusableGroup, DuplicatedBatch: see `GroupFilter`; the batch is in quarantine.
+            UnusableGroup, DuplicatedBatch, RolloutMismatch: see `GroupFilter`; the batch is in
+                quarantine.
             GrpoError: the other errors of `TrainerClient.poll`.
         """
         waiting = self._begun()
@@ -213,7 +220,7 @@ class BatchSource:
     def _prepared(self, leased: LeasedBatch) -> _Prepared:
         self._name_unused_fields(leased.groups)
         checked = self._filter.check(leased)
-        usable = [s for found in checked if not isinstance(found, UnusableGroup) for s in found]
+        usable = [s for found in checked if isinstance(found, list) for s in found]
         digests = [digest(group) for group in leased.groups]
         return _Prepared(leased, checked, digests, self.collate(usable) if usable else None)
 
@@ -226,7 +233,7 @@ class BatchSource:
             return [], Counter()
         try:
             return self._filter.filter(leased, prepared.checked, prepared.digests, step)
-        except (UnusableGroup, DuplicatedBatch) as error:
+        except (UnusableGroup, DuplicatedBatch, RolloutMismatch) as error:
             self.quarantine.add(leased.id, leased.groups, step, error)
             raise
 

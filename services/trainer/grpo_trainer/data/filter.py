@@ -18,7 +18,8 @@ from grpo_core.clients.run_api import LeasedBatch
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
 from grpo_trainer.data.groups import GroupLimits, UsableSequence, usable_sequences
-from grpo_trainer.errors import DuplicatedBatch, UnusableGroup, UnusableReason
+from grpo_trainer.data.receipts import check_receipts
+from grpo_trainer.errors import DuplicatedBatch, RolloutMismatch, UnusableGroup, UnusableReason
 
 log = structlog.get_logger()
 
@@ -31,6 +32,8 @@ REPEAT_EVERY_STEPS = 50
 them all."""
 REMEMBERED_BATCHES = 300
 _DIGEST_BYTES = 16
+Checked = list[UsableSequence] | UnusableGroup | RolloutMismatch
+"""Of a group: its sequences, or why it cannot be trained on, or must not be."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class GroupFilter:
         self._logged: set[tuple[str, int | None]] = set()
         self._next_repeat_warning = 0
 
-    def check(self, leased: LeasedBatch) -> list[list[UsableSequence] | UnusableGroup]:
+    def check(self, leased: LeasedBatch) -> list[Checked]:
         """Check each group by its contents alone. Changes nothing, so a thread can do it ahead of
         `filter`."""
         pairs = zip(leased.groups, leased.received_under, strict=True)
@@ -98,7 +101,7 @@ class GroupFilter:
     def filter(
         self,
         leased: LeasedBatch,
-        checked: Sequence[list[UsableSequence] | UnusableGroup],
+        checked: Sequence[Checked],
         digests: Sequence[bytes],
         step: int,
     ) -> tuple[list[UsableSequence], Counter[str]]:
@@ -111,6 +114,7 @@ class GroupFilter:
 
         Raises:
             DuplicatedBatch: run-api delivered this batch before.
+            RolloutMismatch: a group, even an old or unusable one, differs from its receipts.
             UnusableGroup: no group of three batches in a row, or less than half of the groups of
                 the last 5 batches, can be trained on.
         """
@@ -128,6 +132,8 @@ class GroupFilter:
         stale = 0
         rows = zip(leased.groups, leased.received_under, checked, strict=True)
         for group, received_under, result in rows:
+            if isinstance(result, RolloutMismatch):
+                raise result
             if self._is_stale(group, received_under, step):
                 stale += 1
                 continue
@@ -143,10 +149,11 @@ class GroupFilter:
 
     def _checked(
         self, index: int, group: ScoredGroup, received_under: PolicyVersion | None
-    ) -> list[UsableSequence] | UnusableGroup:
+    ) -> Checked:
         try:
+            check_receipts(index, group)
             found = usable_sequences(index, group, self._limits)
-        except UnusableGroup as problem:
+        except (RolloutMismatch, UnusableGroup) as problem:
             return problem
         own, epochs = self._history.own, self._history.epochs
         used = {own(v) for versions in RolloutFacts.of(group).policy_version for v in versions}

@@ -1,4 +1,4 @@
-"""Computes the metrics that describe a batch's data: rewards and lengths."""
+"""Computes the metrics that describe a batch's data: rewards, lengths, receipts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import chain
 from statistics import fmean, pstdev
 
 from grpo_core.wire.fields import MASKED
+from grpo_core.wire.receipt import RECEIPT
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts, ScoredGroup
 
 
@@ -30,6 +31,10 @@ def data_metrics(groups: Sequence[ScoredGroup], seq_len: int) -> dict[str, float
         "data/truncated_fraction": fmean(
             len(tokens) > seq_len for group in groups for tokens in group.tokens
         ),
+        "checks/receipt_fraction": sum(
+            RECEIPT in override for group in groups for override in group.overrides or ()
+        )
+        / len(lengths),
     }
 
 

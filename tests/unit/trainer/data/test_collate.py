@@ -150,6 +150,7 @@ def test_facts_by_hand() -> None:
     assert batch.metrics == pytest.approx(
         {
             **{"data/truncated_fraction": 0.5, "rollout/generation_time": 0.5},
+            "checks/receipt_fraction": 0.0,
             **{"reward/zero_variance_fraction": 0.5, "reward/mean": 8 / 10},
             **{"reward/part/format": 3.5 / 10, "reward/part/length": -3 / 6},
             **{"reward/std_in_group": (0.5 + 0.0) / 2, "rollout/completion_tokens_mean": 2.0},

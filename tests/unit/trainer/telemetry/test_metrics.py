@@ -36,6 +36,7 @@ DATA: dict[str, float | None] = {
     **{"reward/mean": 0.25, "reward/part/format": 0.75, "reward/std_in_group": 0.5},
     **{"reward/zero_variance_fraction": 0.1, "rollout/generation_time": 0.3},
     **{"rollout/completion_tokens_mean": 12.5, "data/truncated_fraction": 0.2},
+    "checks/receipt_fraction": 0.9,
 }
 
 
