@@ -71,6 +71,7 @@ def test_after_every_publication_the_server_serves_the_trained_weights(run: Mode
 def test_completions_are_fresh_and_carry_the_logprobs_of_the_weights_they_name(
     run: ModeRun,
 ) -> None:
+    assert {record["checks/receipt_fraction"] for record in run.records} == {1.0}
     fresh = [r["alignment/diff_max"] for r in run.records if r["staleness/max"] == 0]
     assert all(difference < NOISE for difference in fresh)
     if run.mode.shares_memory:

@@ -14,9 +14,14 @@ from itertools import pairwise
 from typing import Any
 
 import httpx
+import numpy
 import pytest
 
 from grpo_core.clients.inference import GenerateAnswer
+from grpo_core.wire.scored_group import RolloutFacts, ScoredGroup
+from grpo_env.rollout.groups import TrainingSequence
+from grpo_trainer.data.receipts import check_receipts
+from grpo_trainer.errors import RolloutMismatch
 from tests.fixtures.inference import InferenceServer
 from tests.inference.request_load import (
     MOST_RUNNING,
@@ -57,6 +62,46 @@ def test_the_answer_has_the_shape_of_the_contract(shared_server: InferenceServer
             assert all(-50 < logprob <= 0 for logprob in alternatives.values())
     for first, last in answer["policy_version"]:
         assert first == last
+
+
+def next_float32(values: list[float], place: int) -> None:
+    values[place] = float(numpy.nextafter(numpy.float32(values[place]), numpy.float32(-100)))
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "tokens of the prompt: .* token 2": lambda sent: sent["tokens"][1].__setitem__(2, 9),
+    "inference_logprobs: .* token 9": lambda sent: next_float32(sent["inference_logprobs"][1], 9),
+    "policy_version": lambda sent: sent["group_overrides"]["policy_version"][1][1].__setitem__(
+        1, 99
+    ),
+    "score": lambda sent: sent["scores"].reverse(),
+    "top_k: sampled with 40": lambda sent: sent["generation_params"].pop("top_k"),
+}
+
+
+def test_what_changes_between_the_answer_and_the_trainer_is_named(
+    shared_server: InferenceServer,
+) -> None:
+    sampling = {"temperature": 0.8, "top_k": 40}
+    answer = answer_to(shared_server, n=2, ignore_eos=True, **sampling)
+    completions = GenerateAnswer.model_validate(answer).completions()
+    sequences = [TrainingSequence().add_prompt(PROMPT).add_completion(c) for c in completions]
+    versions = [(one.first_version, one.last_version) for one in completions]
+    group = ScoredGroup(
+        tokens=[one.tokens for one in sequences],
+        masks=[one.masks for one in sequences],
+        inference_logprobs=[one.logprobs for one in sequences],
+        scores=[1.0, 0.0],
+        generation_params=sampling,
+        overrides=[one.receipt(score) for one, score in zip(sequences, (1.0, 0.0), strict=True)],
+        group_overrides=RolloutFacts(policy_version=versions).on_the_wire(),
+    )
+    check_receipts(0, ScoredGroup.model_validate_json(group.model_dump_json()))
+    for told, change in CHANGES.items():
+        sent = group.model_dump(mode="json")
+        change(sent)
+        with pytest.raises(RolloutMismatch, match=told):
+            check_receipts(0, ScoredGroup.model_validate(sent))
 
 
 def test_a_text_prompt_ends_at_the_stop_token(shared_server: InferenceServer) -> None:

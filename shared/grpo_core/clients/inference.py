@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ class Completion:
     logprobs: list[float]
     first_version: PolicyVersion
     last_version: PolicyVersion
+    receipt: Mapping[str, Any] | None = None
+    """A `grpo_core.wire.receipt.CompletionReceipt`, as the server sent it."""
 
 
 class GenerateAnswer(BaseModel):
@@ -62,6 +64,7 @@ class GenerateAnswer(BaseModel):
     token_ids: list[list[int]]
     policy_version: list[tuple[PolicyVersion, PolicyVersion]]
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    receipts: list[dict[str, Any] | None] | None = None
 
     def completions(self) -> list[Completion]:
         """Raises `ProtocolViolation` if the lists differ in length or lack an entry."""
@@ -76,13 +79,15 @@ class GenerateAnswer(BaseModel):
                     ],
                     first_version=first,
                     last_version=last,
+                    receipt=receipt,
                 )
-                for text, reason, token_ids, logprobs, (first, last) in zip(
+                for text, reason, token_ids, logprobs, (first, last), receipt in zip(
                     self.text,
                     self.finish_reasons,
                     self.token_ids,
                     self.logprobs,
                     self.policy_version,
+                    self.receipts or [None] * len(self.text),
                     strict=True,
                 )
             ]

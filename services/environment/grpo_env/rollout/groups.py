@@ -12,6 +12,7 @@ from grpo_core.clients.inference import Completion, GenerateAnswer
 from grpo_core.errors import GrpoError, ProtocolViolation, RequestRefused
 from grpo_core.wire.fields import LOGPROB_SLACK, MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.receipt import RECEIPT
 from grpo_core.wire.scored_group import PADDING, ROLLOUT, RolloutFacts, ScoredGroup
 from grpo_env.inference.server import Home
 from grpo_env.rollout.grader import Grade
@@ -137,6 +138,7 @@ class TrainingSequence:
     answers: where each answer of the policy ends, so that other messages can follow it.
     is_answered: False while the policy answers: a call that continues it begins another sequence.
     teacher_logprobs: [T] None where nothing was sampled; empty without a teacher.
+    receipts: of each completion; None where the server gave none.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -155,6 +157,7 @@ class TrainingSequence:
     answers: list[AnswerEnd] = field(default_factory=list)
     is_answered: bool = True
     teacher_logprobs: list[float | None] = field(default_factory=list)
+    receipts: list[Mapping[str, Any] | None] = field(default_factory=list)
 
     def known_part(self, messages: Sequence[Message]) -> tuple[AnswerEnd, int] | None:
         """The last answer of this sequence that the messages contain, with all before it, and the
@@ -196,7 +199,15 @@ class TrainingSequence:
         self.first_version = self.first_version or completion.first_version
         self.last_version = completion.last_version
         self.finish_reason = completion.finish_reason
+        self.receipts.append(completion.receipt)
         return self
+
+    def receipt(self, score: float) -> dict[str, Any]:
+        """The entry of `overrides` with which the trainer checks what arrives; none without a
+        receipt of each completion."""
+        if not self.receipts or None in self.receipts:
+            return {}
+        return {RECEIPT: {"score": score, "completions": self.receipts}}
 
 
 def _equal_first(some: Sequence[Message], others: Sequence[Message]) -> int:
@@ -383,6 +394,7 @@ def _override(
         "reward_parts": dict(grade.parts),
         "finish_reason": sequence.finish_reason,
         ROLLOUT: rollout,
+        **sequence.receipt(grade.score),
     }
     if grade.reason:
         found["grade_reason"] = grade.reason

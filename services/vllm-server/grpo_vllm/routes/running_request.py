@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_core.wire.receipt import NEUTRAL_SAMPLING, distribution, receipts_of
 from grpo_vllm.engine.vllm_compat.requests import (
     ENGINE_FAILURES,
     STAMPS_VERSIONS,
@@ -69,6 +70,9 @@ class GrowingCompletion:
         stamps = stamped_versions(piece) if stamped else []
         if stamps:
             self.first_version, self.last_version = stamps[0], stamps[-1]
+
+    def sampled_logprobs(self) -> Iterator[float]:
+        return (next(iter(entry.values())) for entry in self.logprobs)
 
     def versions(self) -> list[list[int]]:
         """[[epoch, step] at the first token, [epoch, step] at the last token]"""
@@ -155,11 +159,22 @@ class RunningRequest:
         }
         if request.sampling.logprobs is not None:
             answer["logprobs"] = [[[entry] for entry in c.logprobs] for c in completions]
+            answer["receipts"] = self._receipts()
         if request.sampling.prompt_logprobs is not None:
             answer["prompt_logprobs"] = [
                 None if entry is None else _finite(entry) for entry in self._prompt_logprobs or ()
             ]
         return answer
+
+    def _receipts(self) -> list[dict[str, Any]]:
+        """One for each completion."""
+        sampling = self.request.sampling
+        given = {name: getattr(sampling, name) for name in NEUTRAL_SAMPLING}
+        return receipts_of(
+            self.request.prompt_token_ids,
+            ((c.token_ids, c.sampled_logprobs(), c.versions()) for c in self.completions),
+            distribution(sampling.temperature, given),
+        )
 
     def _take(self, output: Any) -> None:
         version = self._adapter.version if self._adapter else self._version_now()

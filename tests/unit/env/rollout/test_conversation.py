@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from grpo_core.wire.receipt import RECEIPT, distribution, receipts_of
 from grpo_env.rollout.chat_template import ChatTemplate, load_template
 from grpo_env.rollout.groups import FailureReason, GroupLost
 from grpo_env.tasks import Answer, Dialogue, Graded, Message, Row, State
+from grpo_trainer.data.receipts import check_receipts
 from tests.support.canned import generate_answer
 from tests.support.http_stub import Answer as HttpAnswer
 from tests.unit.env.feeding import Rewarded
@@ -52,15 +54,18 @@ def twice(state: State, message: Answer) -> list[Message] | None:
 
 
 def scripted(*texts: str, ids: Sequence[int] = SAID, finish: str = "stop") -> Any:
-    """Each request gets the next text, with the same token ids."""
+    """Each request gets the next text, with the same token ids and their receipt."""
     left = iter(texts)
 
     def generate(body: dict[str, Any]) -> HttpAnswer:
         text = next(left, texts[-1])
+        prompt_ids = body["prompt"]["prompt_token_ids"]
+        sampled = ids, [-0.25] * len(ids), [[1, 0], [1, 1]]
         answer = generate_answer(
             [text],
-            prompt_token_ids=body["prompt"]["prompt_token_ids"],
+            prompt_token_ids=prompt_ids,
             token_ids=[list(ids)],
+            receipts=receipts_of(prompt_ids, [sampled], distribution(body["temperature"], {})),
             logprobs=[[[{str(token): -0.25}] for token in ids]],
             finish_reasons=[finish],
         )
@@ -104,6 +109,18 @@ async def test_the_second_turn_continues_the_very_tokens_that_were_sampled(
     assert [m["role"] for m in group.messages[0]] == ["user", "assistant", "tool", "assistant"]
     assert group.generation_params == {"temperature": 0.7}
     assert outcome.completion_tokens == 6
+
+
+async def test_a_sequence_without_a_receipt_of_each_answer_has_none(sample: Any) -> None:
+    answer, requests = scripted("3+4"), []
+
+    def generate(body: dict[str, Any]) -> HttpAnswer:
+        status, found = answer(body)
+        requests.append(body)
+        return status, found | ({"receipts": None} if len(requests) == 2 else {})
+
+    outcome, _ = await sample(generate, Talk(twice), ONE)
+    assert [RECEIPT in override for override in submitted(outcome).overrides or ()] == [False]
 
 
 async def test_an_answer_that_ends_in_another_token_gets_the_whole_end_of_the_turn(
@@ -307,6 +324,9 @@ async def test_what_a_rollout_rewrites_is_kept_and_repeats_the_tokens_before_it(
     assert SAID[0] not in changed + with_tools
     group = submitted(outcome)
     assert group.tokens == [one + SAID for one in (second, third, changed, with_tools)]
+    check_receipts(0, group)
+    assert group.overrides
+    assert [len(o[RECEIPT]["completions"]) for o in group.overrides] == [2, 1, 1, 1]
     # The first answer is trained once, in the sequence that it began.
     assert [mask.count(SAID[0]) for mask in group.masks] == [2, 1, 1, 1]
     assert group.messages
