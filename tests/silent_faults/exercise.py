@@ -73,7 +73,7 @@ CHAT = Exercise(
     answer=lambda a, b: f"{a} + {b} = {a + b}",
     max_tokens=12,
     cut_off_at=8,
-    groups_per_batch=8,
+    groups_per_batch=4,
     lr=1e-5,
     adapter_lr=6e-5,
     # A token of SmolLM2-135M takes 46 KB in float32: 30 layers x 3 heads x 64 x 2 x 4 bytes.

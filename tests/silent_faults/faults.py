@@ -1,44 +1,23 @@
-"""The faults: how each is injected, and the words by which the trainer must name it.
+"""The faults: how each is injected, and the words by which the trainer must name its cause.
 
-A fault of the environment begins with its fourth batch. A fault of the trainer's code is there from
-the start.
+A fault of the environment, or of a relay behind it, begins with the fourth batch. A fault of the
+trainer's code, of a file or of the server is there from the start.
 """
 
 from __future__ import annotations
 
-import copy
-import json
-import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import pytest
-import torch
-
-from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
-from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer import learner
 from grpo_trainer.checks.causes import Cause
 from grpo_trainer.checks.findings import CheckName
-from grpo_trainer.losses import LossParts
-from grpo_trainer.model import loading
-from grpo_trainer.model.reference import Reference
-from grpo_trainer.optim.master_optimizer import MasterOptimizer
-from grpo_trainer.optim.master_update import MasterUpdate
-from grpo_trainer.weight_sync import build as build_module
-from grpo_trainer.weight_sync.shared import SharedVllm
-from tests.silent_faults.exercise import TokenIds
+from tests.silent_faults import in_the_trainer as trainer
+from tests.silent_faults import on_the_way as way
 from tests.silent_faults.producer import Change, unchanged
 
-SHARED, LORA = "shared_vllm", "lora_only"
-Sabotage = Callable[[pytest.MonkeyPatch], None]
-
-
-def nothing(_: pytest.MonkeyPatch) -> None:
-    """Leave the trainer as it is."""
+SHARED, LORA, KEPT_KV = "shared_vllm", "lora_only", "kept_kv"
+"""Where a fault is tried: a mode of the trainer, or `lora_only` with a server that reuses the KV
+cache of an earlier adapter."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +25,18 @@ class Fault:
     """Args:
     injected: what is done, for the table
     named: an error or a warning must contain one of these words
+    thread: where users of another system met it: repository and number on GitHub
     change, producer: the faulty environment
     options, sabotage: the faulty trainer
     """
 
     injected: str
     named: tuple[str, ...]
+    thread: str = ""
     change: Change = unchanged
     producer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    sabotage: Sabotage = nothing
+    sabotage: trainer.Sabotage = trainer.nothing
     mode: str = SHARED
 
     @property
@@ -63,254 +44,134 @@ class Fault:
         return self.change is not unchanged or bool(self.producer)
 
 
-def changed(group: ScoredGroup, **changes: Any) -> ScoredGroup:
-    return ScoredGroup.model_validate(group.model_dump() | changes)
-
-
-def prompt_length(group: ScoredGroup) -> int:
-    return group.masks[0].index(next(mask for mask in group.masks[0] if mask != MASKED))
-
-
-def with_logprobs(group: ScoredGroup, change: Callable[[list[float]], list[float]]) -> ScoredGroup:
-    """Args: change: of the logprobs of one completion"""
-    p = prompt_length(group)
-    rows = [[*row[:p], *change(row[p:])] for row in group.inference_logprobs or []]
-    return changed(group, inference_logprobs=rows)
-
-
-def late(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
-    """The first sampled token gets a plausible logprob, every other token that of its left
-    neighbour."""
-    return with_logprobs(group, lambda row: [-0.5, *row[:-1]])
-
-
-def scaled(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
-    return with_logprobs(group, lambda row: [0.8 * value for value in row])
-
-
-def prompt_trained(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
-    """From the seventh token on, with a plausible logprob."""
-    p, rows = prompt_length(group), group.inference_logprobs or []
-    return changed(
-        group,
-        masks=[[MASKED] * 6 + tokens[6:] for tokens in group.tokens],
-        inference_logprobs=[[*row[:6], *[-0.5] * (p - 6), *row[p:]] for row in rows],
-    )
-
-
-def failed_as_zero(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
-    draw = random.Random(str(group.tokens))
-    return changed(group, scores=[0.0 if draw.random() < 0.3 else s for s in group.scores])
-
-
-def broadcast(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
-    return changed(group, scores=[fmean(group.scores)] * group.size)
-
-
-def padded(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
-    """To one length, with the padding in the masks."""
-    longest = max(map(len, group.tokens)) + 1
-    spare = [longest - len(tokens) for tokens in group.tokens]
-    pairs = list(zip(group.tokens, group.masks, group.inference_logprobs or [], spare, strict=True))
-    return changed(
-        group,
-        tokens=[tokens + [ids.pad] * n for tokens, _, _, n in pairs],
-        masks=[masks + [ids.pad] * n for _, masks, _, n in pairs],
-        inference_logprobs=[row + [-0.5] * n for _, _, row, n in pairs],
-    )
-
-
-def retokenised(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
-    """A third of the completions begins with another token id than the sampled one."""
-    p, draw = prompt_length(group), random.Random(str(group.tokens))
-    tokens = [list(row) for row in group.tokens]
-    for row in tokens:
-        if draw.random() < 1 / 3:
-            row[p] = ids.other(row[p])
-    return changed(group, tokens=tokens, masks=[[MASKED] * p + row[p:] for row in tokens])
-
-
-def another_prompt(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
-    """The question's first summand is another one, as after a mistake in the order of items."""
-    prompt = group.tokens[0][: prompt_length(group)]
-    digit = [i for i, token in enumerate(prompt) if token in ids.digits][-2]
-    tokens = [list(row) for row in group.tokens]
-    for row in tokens:
-        row[digit] = ids.other_digit(row[digit])
-    return changed(group, tokens=tokens)
-
-
-def rounded(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
-    return with_logprobs(group, lambda row: torch.tensor(row).bfloat16().tolist())
-
-
-def begun_twice(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
-    """As after encoding a chat with its beginning by a tokenizer that adds a beginning."""
-    return changed(
-        group,
-        tokens=[[row[0], *row] for row in group.tokens],
-        masks=[[MASKED, *row] for row in group.masks],
-        inference_logprobs=[[PROMPT_LOGPROB, *row] for row in group.inference_logprobs or []],
-    )
-
-
-def another_template(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
-    """The newline after the question's role is a space."""
-    prompt = group.tokens[0][: prompt_length(group)]
-    newline = [i for i, token in enumerate(prompt) if token == ids.newline][-3]
-    rows = [[*row[:newline], ids.space, *row[newline + 1 :]] for row in group.tokens]
-    return changed(group, tokens=rows)
-
-
-def one_retokenised(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
-    """One token in the middle of the longest completion is another one."""
-    tokens, masks = [list(row) for row in group.tokens], [list(row) for row in group.masks]
-    longest = max(range(group.size), key=lambda i: len(tokens[i]))
-    p = prompt_length(group)
-    middle = p + (len(tokens[longest]) - p) // 2 - 1
-    tokens[longest][middle] = masks[longest][middle] = ids.other(tokens[longest][middle])
-    return changed(group, tokens=tokens, masks=masks)
-
-
-def version_ahead(group: ScoredGroup, _: TokenIds) -> ScoredGroup:
-    overrides = copy.deepcopy(group.group_overrides or {})
-    overrides["policy_version"] = [
-        [[epoch, step + 1] for epoch, step in pair] for pair in overrides["policy_version"]
-    ]
-    return changed(group, group_overrides=overrides)
-
-
-def end_masked(group: ScoredGroup, ids: TokenIds) -> ScoredGroup:
-    rows = zip(group.tokens, group.masks, strict=True)
-    return changed(group, masks=[[*m[:-1], MASKED] if t[-1] == ids.end else m for t, m in rows])
-
-
-class PrivateCopy(SharedVllm):
-    """Trains a copy, so that updates are announced but never reach the server."""
-
-    def load_policy(self, restoring: bool = False) -> Any:
-        return copy.deepcopy(super().load_policy(restoring))
-
-
-def train_a_copy(patch: pytest.MonkeyPatch) -> None:
-    build = build_module.build_weight_sync
-
-    def build_copy(*arguments: Any) -> Any:
-        sync = build(*arguments)
-        sync.__class__ = PrivateCopy  # type: ignore[assignment]
-        return sync
-
-    patch.setattr(build_module, "build_weight_sync", build_copy)
-
-
-def write_only_once(patch: pytest.MonkeyPatch) -> None:
-    """Write only the first update. Server and trainer read the same memory, so they agree."""
-    write, written = MasterOptimizer.write_into_parameters, []
-
-    def forgetful(optimizer: MasterOptimizer, *may_write: Any) -> None:
-        if not written:
-            write(optimizer, *may_write)
-        written.append(None)
-
-    patch.setattr(MasterOptimizer, "write_into_parameters", forgetful)
-
-
-def rounded_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    right = MasterUpdate.step
-
-    def rounding(self: MasterUpdate, part: Any, *others: Any) -> None:
-        right(self, part, *others)
-        part.master.copy_(part.master.bfloat16())
-
-    patch.setattr(MasterUpdate, "step", rounding)
-
-
-def dropout_in_the_check(patch: pytest.MonkeyPatch) -> None:
-    """The pass that is compared with the server is the one with dropout."""
-    find = learner.adapter_dropouts
-
-    def switch_on(policy: Any) -> list[Any]:
-        for module in find(policy):
-            module.train()
-        return []
-
-    patch.setattr(learner, "adapter_dropouts", switch_on)
-
-
-def reference_is_policy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        learner, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
-    )
-
-
-def micro_batch_dropped(patch: pytest.MonkeyPatch) -> None:
-    """Every fourth micro-batch gives no gradient."""
-    right, calls = learner.step_loss, []
-
-    def dropping(*arguments: Any) -> LossParts:
-        calls.append(None)
-        return LossParts(*(part * bool(len(calls) % 4) for part in right(*arguments)))
-
-    patch.setattr(learner, "step_loss", dropping)
-
-
-def adapter_scaled(patch: pytest.MonkeyPatch) -> None:
-    right = loading.write_adapter
-
-    def doubled(policy: Any, directory: Path) -> None:
-        right(policy, directory)
-        file = directory / "adapter_config.json"
-        config = json.loads(file.read_text())
-        file.write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
-
-    patch.setattr(loading, "write_adapter", doubled)
-
-
-TOKENS = (Cause.OTHER_TOKENS, CheckName.OTHER_TOKENS, CheckName.IMPORTANCE_RATIO)
+COMPLETION = "tokens of the completion: the first difference"
+PROMPT = "tokens of the prompt: the first difference"
+LOGPROBS = "inference_logprobs: the first difference"
+VERSIONS = "policy_version: "
+"""Of the errors about receipts."""
+TOKENS = (Cause.OTHER_TOKENS, PROMPT, COMPLETION)
 UNPACED = {"paced": False}
 """No step is taken on such groups."""
 PENALTY = {"kl_coef": 0.05}
+COOLER = {"temperature": 0.7}
+SYSTEM = "You are a calculator."
 FAULTS = {
+    # On the way from the server to the trainer.
     "shifted logprobs": Fault(
-        "each token gets the logprob of its left neighbour", (Cause.LOGPROBS_LATE,), change=late
+        "each token gets the logprob of its left neighbour",
+        (Cause.LOGPROBS_LATE, LOGPROBS),
+        change=way.late,
     ),
-    "prompt trained on": Fault(
-        "the masks begin within the prompt",
-        ("prompt_trained_on", Cause.PROMPT_TRAINED),
-        change=prompt_trained,
-        producer=UNPACED,
+    "logprobs of another unit": Fault(
+        "logprobs times 0.8", (Cause.SCALED, LOGPROBS), change=way.scaled
     ),
-    "NaN reward as 0": Fault(
-        "30 % of the rewards are NaN, which the environment sends as 0",
-        (CheckName.INCONSISTENT_SCORES,),
-        change=failed_as_zero,
+    "logprobs rounded to bfloat16": Fault(
+        "each logprob is rounded to bfloat16",
+        (Cause.ROUNDED, "rounding to bfloat16", LOGPROBS),
+        change=way.rounded,
     ),
-    "stale weights": Fault(
-        "updates never reach the server",
-        (Cause.STALE_WEIGHTS, "does not serve the trainer's weights"),
-        sabotage=train_a_copy,
+    "logprobs of four digits": Fault(
+        "each logprob is rounded to four digits after the point",
+        (LOGPROBS,),
+        change=way.four_digits,
+    ),
+    "raw logprobs": Fault(
+        "sampled at 0.7, which the group states, with logprobs of temperature 1",
+        ("at temperature 1", LOGPROBS),
+        "huggingface/trl#4159",
+        producer={"sampling": COOLER, "states": COOLER, "rescores": True},
     ),
     "wrong temperature": Fault(
         "sampled at 0.7, stated as 1",
-        (Cause.TEMPERATURE, "'temperature'"),
+        (Cause.TEMPERATURE, "'temperature'", "temperature: sampled with 0.7"),
         producer={"sampling": {"temperature": 0.7}},
+    ),
+    "top-p logprobs not renormalised": Fault(
+        "sampled with top_p 0.8, with the logprobs of the whole distribution",
+        (CheckName.TRUNCATED_SAMPLING, "top_p: sampled with 0.8"),
+        "huggingface/trl#6789",
+        producer={"sampling": {"top_p": 0.8}, "rescores": True},
+    ),
+    "prompt trained on": Fault(
+        "the masks begin within the prompt",
+        ("prompt_trained_on", Cause.PROMPT_TRAINED, "masks: token"),
+        change=way.prompt_trained,
+        producer=UNPACED,
     ),
     "padding counted": Fault(
         "padding after the end token is in the masks",
-        ("trained_after_end_token",),
-        change=padded,
+        ("trained_after_end_token", "masks: token"),
+        "bingreeky/MemGen#33",
+        change=way.padded,
         producer=UNPACED,
+    ),
+    "end token masked": Fault(
+        "the mask of each end token is -100",
+        (CheckName.END_TOKEN_MASKED,),
+        "mll-lab-nu/RAGEN#59",
+        change=way.end_masked,
+    ),
+    "retokenised text": Fault(
+        "a third of the completions have another token id than the sampled one",
+        TOKENS,
+        "huggingface/trl#5224",
+        change=way.retokenised,
+    ),
+    "answer stripped": Fault(
+        "the first token of each completion is left out, as a template strips a thought",
+        TOKENS,
+        "verl-project/verl#6854",
+        change=way.stripped,
+    ),
+    "another prompt": Fault(
+        "the prompt that is sent is not the one that was sampled from",
+        TOKENS,
+        change=way.another_prompt,
+    ),
+    "prompt begun twice": Fault(
+        "the first token of the prompt is sent twice",
+        TOKENS,
+        "huggingface/open-r1#462",
+        change=way.begun_twice,
+    ),
+    "system prompt dropped": Fault(
+        "sampled with a system message, sent without it",
+        TOKENS,
+        change=way.without_system,
+        producer={"system": SYSTEM},
+    ),
+    "off-by-one version": Fault(
+        "groups state the version after the one that sampled them",
+        (CheckName.VERSION_AHEAD, VERSIONS),
+        change=way.version_ahead,
+    ),
+    "version of the start": Fault(
+        "all groups state the version that was served when the environment started",
+        (VERSIONS,),
+        change=way.version_of_start,
+    ),
+    "scores in another order": Fault(
+        "each completion gets the score of the next one of its group",
+        ("assigns scores to the wrong completions", "score: the environment gave"),
+        "verl-project/verl#2185",
+        change=way.scores_moved,
     ),
     "duplicated batch": Fault(
         "run-api hands out the first batch again",
         ("were already in the batch of step 0",),
         producer={"repeats_after": 3},
     ),
-    "lost update in bfloat16": Fault(
-        "master weights are rounded to bfloat16 after each step",
-        (CheckName.LOST_UPDATE,),
-        options={"lr": 3e-5},
-        sabotage=rounded_to_bfloat16,
+    "group sent twice under two keys": Fault(
+        "each batch contains a group twice",
+        ("trained_groups.received_again",),
+        producer={"sends_twice": True},
+    ),
+    # In the environment.
+    "NaN reward as 0": Fault(
+        "30 % of the rewards are NaN, which the environment sends as 0",
+        (CheckName.INCONSISTENT_SCORES,),
+        "huggingface/trl#5773",
+        change=way.failed_as_zero,
     ),
     "truncated answers scored as finished": Fault(
         "completions stop before the end token, and text without an end token gets full marks",
@@ -320,85 +181,132 @@ FAULTS = {
     "reward broadcast over a group": Fault(
         "each completion gets the mean score of its group",
         (CheckName.EQUAL_SCORES,),
-        change=broadcast,
+        "huggingface/trl#6533",
+        change=way.broadcast,
     ),
-    "retokenised text": Fault(
-        "a third of the completions have another token id than the sampled one",
-        TOKENS,
-        change=retokenised,
+    # Between the trainer and the server.
+    "stale weights": Fault(
+        "updates never reach the server",
+        (Cause.STALE_WEIGHTS, "does not serve the trainer's weights"),
+        "huggingface/trl#5312",
+        sabotage=trainer.train_a_copy,
+    ),
+    "update not written": Fault(
+        "only the first update is written into the shared memory",
+        ("parameters in shared memory differ from the optimizer's result",),
+        sabotage=trainer.write_only_once,
+    ),
+    "one tensor not written": Fault(
+        "updates leave out the embedding",
+        (" 1 of ",),
+        "PrimeIntellect-ai/prime-rl#2823",
+        sabotage=trainer.embedding_left_out,
+    ),
+    "adapter without a layer": Fault(
+        "the published adapter lacks a layer",
+        ("layers.1.",),
+        sabotage=trainer.adapter_without_layer,
+        mode=LORA,
+    ),
+    "adapter with other keys": Fault(
+        "the keys of the published adapter name modules that the model does not have",
+        ("without any training", "language_model"),
+        "vllm-project/vllm#34186",
+        sabotage=trainer.adapter_renamed,
+        mode=LORA,
     ),
     "wrong adapter scale": Fault(
         "the published adapter states twice its lora_alpha",
         ("lora_alpha",),
-        sabotage=adapter_scaled,
+        sabotage=trainer.adapter_scaled,
         mode=LORA,
+    ),
+    "stale KV cache": Fault(
+        "the server's prefix cache outlives an adapter",
+        ("still in the server's KV cache",),
+        "NVIDIA-NeMo/RL#4018",
+        mode=KEPT_KV,
+    ),
+    # In the trainer.
+    "lost update in bfloat16": Fault(
+        "master weights are rounded to bfloat16 after each step",
+        (CheckName.LOST_UPDATE,),
+        options={"lr": 3e-5},
+        sabotage=trainer.rounded_to_bfloat16,
     ),
     "dropout on in the check": Fault(
         "the pass compared with the server has dropout",
         ("dropout is on", Cause.TRAINING_PASS),
         options={"lora_dropout": 0.2},
-        sabotage=dropout_in_the_check,
+        sabotage=trainer.dropout_in_the_check,
         mode=LORA,
-    ),
-    "top-p logprobs not renormalised": Fault(
-        "sampled with top_p 0.8, with the logprobs of the whole distribution",
-        (CheckName.TRUNCATED_SAMPLING,),
-        producer={"sampling": {"top_p": 0.8}, "rescores": True},
     ),
     "reference that moves": Fault(
         "the reference model is the policy itself",
         (CheckName.REFERENCE_MOVED,),
         options=PENALTY,
-        sabotage=reference_is_policy,
+        sabotage=trainer.reference_is_policy,
     ),
     "gradient of one micro-batch dropped": Fault(
         "every fourth micro-batch gives no gradient",
         ("a micro-batch is left out",),
-        sabotage=micro_batch_dropped,
+        sabotage=trainer.micro_batch_dropped,
     ),
-    "off-by-one version": Fault(
-        "groups state the version after the one that sampled them",
-        (CheckName.VERSION_AHEAD,),
-        change=version_ahead,
+    "loss divided again": Fault(
+        "each loss is divided by the number of micro-batches once more",
+        ("divided by the number of micro-batches",),
+        "modelscope/ms-swift#10117",
+        sabotage=trainer.divided_again,
     ),
-    "end token masked": Fault(
-        "the mask of each end token is -100", (CheckName.END_TOKEN_MASKED,), change=end_masked
+    "mean over each micro-batch": Fault(
+        "each micro-batch has the same weight, however many tokens it has",
+        ("the loss of micro-batches of one sequence each differs",),
+        "NVIDIA-NeMo/RL#3791",
+        sabotage=trainer.mean_of_micro_batch,
+    ),
+    "KL penalty with the wrong sign": Fault(
+        "the loss gains less the further the policy is from the reference model",
+        ("the KL penalty",),
+        "qiancheng0/ToolRL#52",
+        options=PENALTY,
+        sabotage=trainer.kl_turned,
+    ),
+    "clip bounds exchanged": Fault(
+        "--clip-eps is used above 1, and --clip-eps-high below",
+        ("--clip-eps",),
+        options={"clip_eps": 0.2, "clip_eps_high": 0.3},
+        sabotage=trainer.bounds_exchanged,
+    ),
+    "ratio to itself": Fault(
+        "the importance ratio compares the policy with itself, so it is always 1",
+        ("importance ratio",),
+        "GMISWE/tinker-cloud#66",
+        sabotage=trainer.ratio_to_itself,
+    ),
+    "advantages over the batch": Fault(
+        "scores are centred over the batch instead of their group",
+        ("the advantages of a group",),
+        "XU-YIJIE/grpo-flat#2",
+        sabotage=trainer.advantages_of_batch,
     ),
 }
 ALSO = {
-    "logprobs of another unit": Fault(
-        "logprobs times 0.8", (Cause.SCALED, CheckName.IMPORTANCE_RATIO), change=scaled
-    ),
-    "group sent twice under two keys": Fault(
-        "each batch contains a group twice",
-        ("trained_groups.received_again",),
-        producer={"sends_twice": True},
-    ),
-    "another prompt": Fault(
-        "the prompt that is sent is not the one that was sampled from",
-        TOKENS,
-        change=another_prompt,
-    ),
-    "logprobs rounded to bfloat16": Fault(
-        "each logprob is rounded to bfloat16",
-        (Cause.ROUNDED, "rounding to bfloat16"),
-        change=rounded,
-    ),
-    "prompt begun twice": Fault(
-        "the first token of the prompt is sent twice", TOKENS, change=begun_twice
-    ),
     "another chat template": Fault(
-        "the newline after the question's role is sent as a space", TOKENS, change=another_template
+        "the newline after the question's role is sent as a space",
+        TOKENS,
+        change=way.another_template,
     ),
     "one token retokenised": Fault(
         "in one completion of each batch, one token is another id than the sampled one",
         (*TOKENS, CheckName.SINGLE_TOKENS),
-        change=one_retokenised,
+        change=way.one_retokenised,
         producer={"changes_one": True},
     ),
-    "update not written": Fault(
-        "only the first update is written into the shared memory",
-        ("differ from the optimizer's result",),
-        sabotage=write_only_once,
+    "KL penalty left out": Fault(
+        "--kl-coef is above 0, and the loss has no penalty",
+        ("the KL penalty",),
+        "THUDM/slime#1247",
+        options=PENALTY,
+        sabotage=trainer.kl_left_out,
     ),
 }

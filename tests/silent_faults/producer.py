@@ -48,7 +48,10 @@ class Producer:
         changes_one: apply the change to the first group of a batch alone
         sampling: options of `/generate` that the groups do not state
         cuts_off: completions are shorter than most answers with their end token
+        states: sampling options that the groups state, from the fault on
         rescores: replace the logprobs by those of the whole distribution at temperature 1
+        system: system message of every prompt, from the start
+        receipts: pass on the server's receipts
         sends_twice: the second group of a batch is the first one again, under another key
         batches_late: the number of batches in the queue, and so of steps between sampling a batch
             and training on it
@@ -62,8 +65,11 @@ class Producer:
     change: Change = unchanged
     changes_one: bool = False
     sampling: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
     cuts_off: bool = False
     rescores: bool = False
+    system: str = ""
+    receipts: bool = True
     sends_twice: bool = False
     batches_late: int = 0
     repeats_after: int | None = None
@@ -138,13 +144,17 @@ class Producer:
             generation_seconds=time.monotonic() - started,
         )
         sequences = [TrainingSequence().add_prompt(prompt).add_completion(c) for c in completions]
+        scores = [float(self.exercise.is_right(numbers, c.text)) for c in completions]
+        states = self.states if is_faulty else {}
+        receipts = [*map(TrainingSequence.receipt, sequences, scores)]
         group = ScoredGroup(
             tokens=[sequence.tokens for sequence in sequences],
             masks=[sequence.masks for sequence in sequences],
             inference_logprobs=[sequence.logprobs for sequence in sequences],
-            scores=[float(self.exercise.is_right(numbers, c.text)) for c in completions],
-            generation_params={"temperature": 1.0, "max_tokens": max_tokens},
+            scores=scores,
+            generation_params={"temperature": 1.0, "max_tokens": max_tokens} | states,
             group_overrides=facts.on_the_wire(),
+            overrides=receipts if self.receipts else None,
         )
         return self._rescored(group) if is_faulty and self.rescores else group
 
@@ -161,8 +171,9 @@ class Producer:
         return group.model_copy(update={"inference_logprobs": rows})
 
     def _prompt(self, a: int, b: int) -> list[int]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
         text = self._tokenizer.apply_chat_template(
-            self.exercise.question(a, b), tokenize=False, add_generation_prompt=True
+            [*system, *self.exercise.question(a, b)], tokenize=False, add_generation_prompt=True
         )
         ids: list[int] = self._tokenizer.encode(text)
         return ids

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.inference import FLOAT32_NOISE, InferenceServer
-from tests.silent_faults.faults import ALSO, FAULTS, SHARED, Fault
+from tests.silent_faults.faults import ALSO, FAULTS, LORA, SHARED, Fault
 from tests.silent_faults.runs import Site, lora_site, run_with, shared_site
 
+LEAST_FAULTS, LEAST_THREADS = 40, 15
 IN_MAKE_TEST = {"stale weights", "NaN reward as 0"}
 HEALTHY_STEPS = 10
 """Four of them look at other tokens again."""
@@ -23,7 +24,7 @@ OF_EVERY_TEST = [
     for name, fault in (FAULTS | ALSO).items()
     if fault.mode == SHARED
 ]
-OF_ADAPTERS = [name for name, fault in FAULTS.items() if fault.mode != SHARED]
+OF_ADAPTERS = [name for name, fault in FAULTS.items() if fault.mode == LORA]
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,13 @@ def adapters(
     directory = tmp_path_factory.mktemp("adapters")
     with lora_site(tiny_model, redis_url, run_api_url, directory) as found:
         yield found
+
+
+def test_the_faults_are_many_and_have_threads() -> None:
+    threads = {fault.thread for fault in FAULTS.values() if fault.thread}
+    assert len(FAULTS) >= LEAST_FAULTS
+    assert len(threads) >= LEAST_THREADS
+    assert all(fault.named for fault in (FAULTS | ALSO).values())
 
 
 @pytest.mark.parametrize("name", OF_EVERY_TEST)

@@ -20,7 +20,8 @@ from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.ranks import ALONE
 from tests.silent_faults import faults
-from tests.silent_faults.faults import Fault, micro_batch_dropped
+from tests.silent_faults.faults import Fault
+from tests.silent_faults.in_the_trainer import micro_batch_dropped
 from tests.unit.trainer.forward_rig import adapted, qwen
 from tests.unit.trainer.tiny_policy import optimizer_of
 
