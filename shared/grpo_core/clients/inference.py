@@ -231,10 +231,14 @@ class BridgeClient(ServiceClient):
             [T-1]
         """
         answer = self._generate(token_ids, prompt_logprobs=0, max_tokens=1)
-        entries = answer.prompt_logprobs or []
-        return [
-            (entry or {})[token] for token, entry in zip(token_ids[1:], entries[1:], strict=True)
-        ]
+        _, *entries = answer.prompt_logprobs or [None]
+        try:
+            return [(e or {})[token] for token, e in zip(token_ids[1:], entries, strict=True)]
+        except (KeyError, ValueError) as error:
+            raise ProtocolViolation(
+                f"{SERVICE}: prompt_logprobs in the response from /generate does not hold the "
+                f"logprobs of the {len(token_ids)} tokens of the prompt"
+            ) from error
 
     def sample(self, prompt_token_ids: list[int], **sampling: Any) -> Completion:
         """Sample one completion of one prompt."""

@@ -63,6 +63,10 @@ class LeasedBatch:
     groups: list[ScoredGroup]
     received_under: list[PolicyVersion | None]
 
+    def __post_init__(self) -> None:
+        if (found := len(self.received_under)) != len(self.groups):
+            raise ValueError(f"received_under has {found} entries for {len(self.groups)} groups")
+
 
 _LEASED = TypeAdapter(LeasedBatch)
 _NAMED_REFUSALS: Mapping[str, type[RequestRefused]] = {

@@ -14,10 +14,11 @@ import pytest
 from grpo_core.clients.aiohttp_transport import AiohttpTransport
 from grpo_core.clients.inference import SERVICE, BridgeClient, GenerationClient
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
-from grpo_core.errors import OtherProtocol
+from grpo_core.errors import OtherProtocol, ProtocolViolation
 from grpo_core.protocol import VERSION
 from grpo_core.wire.policy_version import PolicyVersion
-from tests.support.canned import PROMPT, generate_answer
+from tests.support.canned import PROMPT, generate_answer, inference_routes
+from tests.support.http_stub import stub_server
 
 
 @asynccontextmanager
@@ -173,3 +174,16 @@ async def test_requests_have_the_url_the_credentials_and_the_cookies(
     assert {request.headers["authorization"] for request in seen} == {authorization}
     assert seen[0].content == b'{"env_id":3}'
     assert [request.headers.get("cookie") for request in seen] == [None, "replica=2"]
+
+
+@pytest.mark.parametrize("entries", [None, [None, {"6": -1.0}], [None, {"6": -1.0}, {"8": -1.0}]])
+def test_an_answer_without_the_logprobs_of_a_prompt_is_named(entries: list[object] | None) -> None:
+    answer = generate_answer(["x"], prompt_logprobs=entries)
+    routes = inference_routes(lambda _body: (200, answer))
+    told = "prompt_logprobs in the response from /generate does not hold the logprobs of the 3"
+    with (
+        stub_server(routes) as server,
+        BridgeClient(server.url) as bridge,
+        pytest.raises(ProtocolViolation, match=told),
+    ):
+        bridge.prompt_logprobs(PROMPT)

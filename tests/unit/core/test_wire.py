@@ -181,6 +181,7 @@ def test_each_group_comes_with_the_version_it_was_received_under() -> None:
     ("changes", "says"),
     [
         ({"received_under": None}, "use the same release of run-api and of the trainer"),
+        ({"received_under": [None]}, "received_under has 1 entries for 2 groups; use the same"),
         ({"batch_id": 3}, "expected a batch after 3, got 3"),
         ({"batch": [GROUP, {}]}, "batch 4 is invalid: groups.1.tokens: Field required"),
     ],
