@@ -85,8 +85,10 @@ class Shape:
     @property
     def start_order(self) -> tuple[tuple[str, ...], ...]:
         """Processes of one row start at the same time."""
-        services = (RUN_API, *server_names(self.servers))
-        return ((REDIS,), services, trainer_names(self.nodes), (ENVIRONMENT,))
+        services, trainers = (RUN_API, *server_names(self.servers)), trainer_names(self.nodes)
+        if self.transport == COLLECTIVE:  # a server may wait for weights that only a trainer has
+            return ((REDIS,), (*services, *trainers), (ENVIRONMENT,))
+        return ((REDIS,), services, trainers, (ENVIRONMENT,))
 
     def on(self, node: str) -> list[str]:
         """The processes of a host."""
