@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +20,18 @@ import torch
 from torch import Tensor
 
 from grpo_core.tree.objectives import ADVANTAGES, GRPO, LOSSES, Objective
-from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
+from grpo_trainer.checks.identities import (
+    COMPLETION_TOKENS,
+    LARGE,
+    LONGEST,
+    PROMPT_TOKENS,
+    SCORES,
+    broken_identities,
+    scored_group,
+    token_rows,
+)
 from grpo_trainer.data.collate import Batch, broadcast_batch, collate
 from grpo_trainer.data.groups import GroupLimits, UsableSequence, sequences_of
 from grpo_trainer.errors import FunctionUnusable, NonFiniteStep, SelfTestFailed
@@ -29,20 +39,14 @@ from grpo_trainer.functions import forget_own_functions, own_function
 from grpo_trainer.learner import GradientStats, Learner
 from grpo_trainer.losses import LossInputs
 from grpo_trainer.model.adapter import adapter_dropouts
+from grpo_trainer.model.division import division_of
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
 from grpo_trainer.model.policy import CausalLM, device_of, vocabulary_of
 from grpo_trainer.optim.loss_scale import LossScale
+from grpo_trainer.ranks import ALONE, Ranks
 
 log = structlog.get_logger()
 
-PROMPT_TOKENS = 6
-COMPLETION_TOKENS = (2, 3, 5, 4)
-SCORES = (1.0, 0.0, 0.25, 0.75)
-TEACHER_LOGPROB = -1.0
-"""Of prompt tokens. Those of a completion are the policy's minus its score minus 1."""
-LONGEST = PROMPT_TOKENS + max(COMPLETION_TOKENS)
-LARGE = 2 * len(SCORES) * LONGEST
-"""Tokens of a micro-batch that holds all sequences."""
 GRADIENT_TOLERANCE = 0.1
 """Relative difference of two ways to compute one gradient. In bfloat16 rounding reaches a few per
 cent. Without one of the eight sequences, the gradient changes by about a third."""
@@ -80,6 +84,7 @@ class SelfTest:
             whole, parts = (self._batch(sequences, objective, tokens) for tokens in (LARGE, 1))
             try:
                 return [
+                    *broken_identities(objective),
                     *self._of_logprobs(whole, objective),
                     *self._of_gradients(whole, parts, objective),
                 ]
@@ -101,26 +106,14 @@ class SelfTest:
         vocabulary = vocabulary_of(self.learner.policy)
         limits = GroupLimits(vocabulary, self.learner.settings.seq_len)
         tokens = iter(probe_tokens(vocabulary, 2 * (PROMPT_TOKENS + sum(COMPLETION_TOKENS))))
-        return sequences_of([self._group(tokens) for _ in range(2)], limits)
+        return sequences_of([self._group(tokens, scores) for scores in SCORES], limits)
 
-    def _group(self, tokens: Iterator[int]) -> ScoredGroup:
-        prompt = [next(tokens) for _ in range(PROMPT_TOKENS)]
-        rows = [prompt + [next(tokens) for _ in range(length)] for length in COMPLETION_TOKENS]
-        placeholders = [PROMPT_LOGPROB] * PROMPT_TOKENS
+    def _group(self, tokens: Iterator[int], scores: Sequence[float]) -> ScoredGroup:
+        rows = token_rows(tokens)
         logged = [
             logprobs_of(self.learner.policy, row)[PROMPT_TOKENS - 1 :].tolist() for row in rows
         ]
-        return ScoredGroup(
-            tokens=rows,
-            masks=[[MASKED] * PROMPT_TOKENS + row[PROMPT_TOKENS:] for row in rows],
-            scores=list(SCORES),
-            inference_logprobs=[[*placeholders, *row] for row in logged],
-            distill_token_ids=[[[token] for token in row] for row in rows],
-            distill_logprobs=[
-                [*([TEACHER_LOGPROB] for _ in placeholders), *([logp - score - 1] for logp in row)]
-                for row, score in zip(logged, SCORES, strict=True)
-            ],
-        )
+        return scored_group(rows, logged, scores)
 
     def _batch(
         self, sequences: Sequence[UsableSequence], objective: Objective, tokens: int
@@ -148,9 +141,15 @@ class SelfTest:
             )
 
     def _of_gradients(self, whole: Batch, parts: Batch, objective: Objective) -> Iterator[str]:
-        """One micro-batch of all sequences, and one of each, have the same gradient."""
-        with _dropout_at_zero(self.learner.policy):
-            expected, found = (self._gradient(batch, objective) for batch in (whole, parts))
+        """One micro-batch of all sequences, and one of each, have the same gradient; each rank
+        computes the first one alone. Without clipping, because rounding may move ratios near 1
+        across a narrow bound, as that of GSPO."""
+        objective = replace(objective, clip_eps=math.inf, clip_eps_high=math.inf)
+        ranks, policy = self.learner.ranks, self.learner.policy
+        added_up = ranks.count if division_of(policy) else 1  # by the passes of a divided policy
+        with _dropout_at_zero(policy):
+            expected = self._gradient(whole, objective, ALONE) / added_up
+            found = self._gradient(parts, objective, ranks)
         norm = float(expected.norm())
         difference = float((expected - found).norm())
         if not norm:
@@ -159,7 +158,8 @@ class SelfTest:
             yield (
                 f"the gradient of {len(parts.micro_batches)} micro-batches differs from the "
                 "gradient of the same sequences in one micro-batch by "
-                f"{100 * difference / norm:.0f} %: a micro-batch is left out, or padding is counted"
+                f"{100 * difference / norm:.0f} %: a micro-batch is left out, padding is counted, "
+                "or the ranks' gradients are not added up"
             )
 
     def _gathered(self, batch: Batch, objective: Objective) -> GradientStats:
@@ -168,10 +168,10 @@ class SelfTest:
         self.learner.optimizer.gradients.clear()
         return stats
 
-    def _gradient(self, batch: Batch, objective: Objective) -> Tensor:
+    def _gradient(self, batch: Batch, objective: Objective, ranks: Ranks) -> Tensor:
         """Some gradients of each tensor, spread over it."""
         gradients, scale = self.learner.optimizer.gradients, self.learner.optimizer.loss_scale
-        self.learner.accumulate_once(batch, objective, 0)
+        replace(self.learner, ranks=ranks).accumulate_once(batch, objective, 0)
         flat = [gradient.reshape(-1) for gradient in gradients.tensors if gradient is not None]
         some = [g[:: max(1, len(g) // SAMPLED_WEIGHTS)].float() for g in flat]
         found = torch.cat(some).cpu() if some else torch.zeros(1)
@@ -276,6 +276,8 @@ def _problem_of_loss(own: Callable[..., Any], objective: Objective) -> str:
         return "the gradient with respect to `logp` is missing, 0, NaN or infinite"
     if bool(gradient[inputs.weight == 0].any()):
         return "tokens whose weight is 0 have a gradient: multiply each token's loss by `weight`"
+    for broken in broken_identities(replace(objective, advantage=GRPO.advantage)):
+        return f"{broken}: return the sum of weight times loss, without a mean over the micro-batch"
     if bool((gradient[0] > 0).all()):
         log.warning(
             "loss.sign",

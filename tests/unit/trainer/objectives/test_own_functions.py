@@ -63,6 +63,11 @@ def test_they_take_the_place_of_the_named_ones(own: str) -> None:
         ("loss", LOSS + "(tokens.logp / 0).sum()", "the loss is -inf"),
         ("loss", LOSS + "0 * tokens.logp.sum()", "is missing, 0, NaN"),
         ("loss", LOSS + "tokens.logp.sum()", "whose weight is 0 have a gradient"),
+        (
+            "loss",
+            LOSS + "(tokens.weight * tokens.ratio).mean()",
+            "of micro-batches of one sequence",
+        ),
         ("loss", LOSS + "tokens.nothing", r"own failed: \S+/my\.py line 2: AttributeError"),
         ("loss", LOSS + "__import__('json').loads('')", r"my\.py line 2: JSONDecodeError"),
         ("loss", "def other(tokens, objective): pass", "no function own"),
