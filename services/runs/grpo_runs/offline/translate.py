@@ -38,6 +38,8 @@ _PUBLISH_EVERY = {"lora_only": "adapter_sync_interval"}
 _SIZES = "data.problems_per_iteration"
 _OPEN = {"seq_len", "kl_estimator", "recompute_logprobs", "log_level", "wandb_project"}
 """Options that follow from keys, and that the open sections may replace."""
+_ONLINE = {"weight_transport": "offline runs publish weights as files; omit this key"}
+"""Options that only runs with run-api have."""
 _NOT_OURS = ("GRPO_", "ENV_SERVER_")
 
 
@@ -192,6 +194,7 @@ def _settings(
             f"{given.values[one].name}: {own[one].name} decides this option; set that key"
             for one in taken
         ),
+        *(f"{given.values[one].name}: {_ONLINE[one]}" for one in given.values.keys() & _ONLINE),
         *(
             f"{held.name}: files of the run show every key, and this one is a secret; set the "
             f"variable {kind.command.variable(one)} instead"

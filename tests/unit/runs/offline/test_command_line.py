@@ -168,7 +168,8 @@ def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_p
     content = {
         "train": {"lr": -1, "no_such": 1},
         "generation": {"backend": "vlm_server", "max_new_tokens": 100},
-        "grpo": {"learning_rate": 1, "clip_eps": 3, "training_steps": 5},
+        "grpo": {"learning_rate": 1, "clip_eps": 3, "training_steps": 5}
+        | {"weight_transport": "collective"},
         "env_server": {"held_out": 2, "seq_len": 50, "teacher_api_key": "s3cret"},
     }
     with pytest.raises(KeysInvalid) as mistakes:
@@ -180,6 +181,7 @@ def test_all_mistakes_are_named_at_once_under_the_keys_that_the_user_gives(tmp_p
         "train.no_such: no such key; conf/offline_grpo.yaml lists all keys",
         "grpo.learning_rate: no such option; did you mean train.lr?",
         "grpo.training_steps: train.iterations decides this option; set that key",
+        "grpo.weight_transport: offline runs publish weights as files; omit this key",
         "grpo.clip_eps: expected a number, greater than 0 and less than 1; got '3'",
         "env_server.teacher_api_key: files of the run show every key, and this one is a secret; "
         "set the variable TEACHER_API_KEY instead",
