@@ -8,9 +8,14 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 PRELOADED = [
+    "grpo_trainer.launch",
     "grpo_trainer.ranks",
+    "peft",
+    "tests.unit.trainer.checkpoint.part_rig",
+    "tests.unit.trainer.ranks.launched_rank",
     "tests.unit.trainer.ranks.rank_rig",
     "tests.unit.trainer.ranks.test_loop",
+    "tests.unit.trainer.ranks.test_three_servers",
 ]
 
 

@@ -1,4 +1,7 @@
-"""`grpo --ranks 2`, with real processes: what happens if one is lost, fails or is stopped."""
+"""`grpo --ranks 2`: what happens if a process is lost, fails or is stopped.
+
+Processes are forked from one that has imported torch; in the full tier, they are commands too.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,17 @@ import pytest
 
 from grpo_runs.process.ports import free_port
 from grpo_trainer.errors import EXIT_FAILED
+from tests.support.forked import forked
 from tests.support.process_table import is_alive
 from tests.support.wait import wait_for
-from tests.unit.trainer.ranks.launched_rank import ACT, DIRECTORY, WAITING
+from tests.unit.trainer.ranks.launched_rank import (
+    ACT,
+    BEGIN,
+    BEGINS_LATE,
+    DIRECTORY,
+    WAITING,
+    forked_command,
+)
 
 MODULE = "tests.unit.trainer.ranks.launched_rank"
 STEPS = 4
@@ -26,21 +37,30 @@ STEPS = 4
 class Launch:
     """The command on one host, in a directory of its own."""
 
-    def __init__(self, directory: Path, act: str, *words: str) -> None:
+    def __init__(self, directory: Path, act: str, *words: str, is_forked: bool) -> None:
         self.directory = directory
         directory.mkdir()
         fixed = {"--mode": "none", "--redis-url": "redis://127.0.0.1:1/0", "--steps": str(STEPS)}
         sizes = {"--seq-len": "64", "--tokens-per-micro-batch": "16", "--state-interval": "1"}
         places = {"--save-path": str(directory / "save"), "--dtype": "float32", "--device": "cpu"}
         given = [word for pair in (fixed | sizes | places).items() for word in pair]
+        given += ["--checkpoint-interval", "0", *words]
         self.log = directory / "log"
+        environment = os.environ | {DIRECTORY: str(directory), ACT: act, "HF_HUB_OFFLINE": "1"}
+        self.status: Callable[[], int | None]
+        if is_forked:
+            process = forked().Process(target=forked_command, args=(given, environment, self.log))
+            process.start()
+            self.pid, self.status = process.pid or 0, lambda: process.exitcode
+            return
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, *given, "--checkpoint-interval", "0", *words],
-                env=os.environ | {DIRECTORY: str(directory), ACT: act, "HF_HUB_OFFLINE": "1"},
+            command = subprocess.Popen(
+                [sys.executable, "-m", MODULE, *given],
+                env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        self.pid, self.status = command.pid, command.poll
 
     def pids(self) -> dict[str, int]:
         """Of each rank and start: "1-0" is rank 1 of the first start."""
@@ -60,28 +80,36 @@ class Launch:
 
     def ended(self) -> int:
         """Its exit status. No rank is left."""
-        wait_for(lambda: self.process.poll() is not None)
+        status = wait_for(self.status, lambda status: status is not None)
         wait_for(lambda: [*map(is_alive, self.pids().values())], lambda alive: not any(alive))
-        return self.process.returncode
+        assert status is not None
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
 
     def close(self) -> None:
-        for pid in (self.process.pid, *self.pids().values()):
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        if self.status() is None:
+            self.signal(signal.SIGKILL)
+        for pid in filter(is_alive, self.pids().values()):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(self.status, lambda status: status is not None)
 
     def _runs(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
+        assert self.status() is None, self.log.read_text()
         return True
 
 
-@pytest.fixture
-def launch(model: str, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+@pytest.fixture(params=["forked", pytest.param("commands", marks=pytest.mark.full)])
+def launch(
+    model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Launch]]:
     with ExitStack() as stack:
 
         def start(act: str, *words: str) -> Launch:
             name = str(len([*tmp_path.iterdir()]))
-            launched = Launch(tmp_path / name, act, "--model", model, *words)
+            is_forked = request.param == "forked"
+            launched = Launch(tmp_path / name, act, "--model", model, *words, is_forked=is_forked)
             stack.callback(launched.close)
             return launched
 
@@ -119,7 +147,7 @@ def test_a_signal_ends_all_ranks(
     run = launch("waits", *RANKS)
     run.wait_until_held()
     run.wait_for_rank("1-0")
-    run.process.send_signal(number)
+    run.signal(number)
     assert run.ended() == status
     assert run.pids().keys() == {"0-0", "1-0"}
 
@@ -129,7 +157,7 @@ def test_a_stop_between_two_steps_saves_every_part_of_a_checkpoint(
 ) -> None:
     run = launch("trains", *RANKS, "--fsdp", "--state-interval", "100")
     run.wait_until_held()
-    run.process.terminate()
+    run.signal(signal.SIGTERM)
     assert run.ended() == 143
     (saved,) = (run.directory / "save" / "trainer_state").glob("*_step_2")
     assert len([*saved.glob("*.safetensors")]) == 2
@@ -137,9 +165,11 @@ def test_a_stop_between_two_steps_saves_every_part_of_a_checkpoint(
 
 def test_a_rank_does_not_begin_if_its_starter_has_ended(launch: Callable[..., Launch]) -> None:
     """Otherwise all ranks of a command that was killed while they started would train for ever."""
-    run = launch("waits", *RANKS)
-    started = wait_for(psutil.Process(run.process.pid).children, lambda ranks: len(ranks) == 2)
-    run.process.kill()
+    run = launch(BEGINS_LATE, *RANKS)
+    started = wait_for(psutil.Process(run.pid).children, lambda ranks: len(ranks) == 2)
+    run.signal(signal.SIGKILL)
+    run.ended()
+    (run.directory / BEGIN).touch()
     wait_for(lambda: [*map(is_alive, (rank.pid for rank in started))], lambda left: not any(left))
     assert not run.pids()
 
@@ -164,5 +194,5 @@ def test_a_lost_node_joins_again(launch: Callable[..., Launch]) -> None:
     other.wait_for_rank("0-0")
     again.wait_for_rank("1-0")
     for one in (other, again):
-        one.process.terminate()
+        one.signal(signal.SIGTERM)
     assert [one.ended() for one in (other, again)] == [143, 143]
