@@ -43,12 +43,10 @@ from grpo_core.listening import LOOPBACK
 from grpo_core.temporary import temporary_directory
 from grpo_core.tree.optim import ProcessOptions
 from grpo_trainer.errors import EXIT_LOST, LostRank
-from grpo_trainer.stop import STARTED_BY, STOP_SIGNALS
+from grpo_trainer.stop import SAVE_GRACE_S, STARTED_BY, STOP_SIGNALS
 
 MAX_RESTARTS = 10
 """On one host. An end that others see as the end of this host does not count."""
-SAVE_GRACE_S = 120
-"""After a stop signal, for the end of a step."""
 RUN = "grpo"
 RETRY_S = 1.0
 CONNECT_S = 5.0

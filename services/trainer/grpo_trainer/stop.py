@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-FOLLOW_S = 60
+SAVE_GRACE_S = 120
 """All ranks of a host get a stop signal. Rank 0 first finishes a step and saves a checkpoint."""
 STARTED_BY = "GRPO_RANK_STARTED_BY"
 """Variable of a rank: process id of the command that started it."""
@@ -19,7 +19,7 @@ class Stop:
     """Ends the process at a signal: at once, or at the end of a step.
 
     `defers`: the first signal during a step waits for the step's end, and a checkpoint is saved.
-    `follows`: the process waits up to `FOLLOW_S` until rank 0 ends it. `number`: of the first
+    `follows`: the process waits up to `SAVE_GRACE_S` until rank 0 ends it. `number`: of the first
     signal.
     """
 
@@ -45,6 +45,6 @@ class Stop:
         is_first, self.number = self.number is None, self.number or number
         if is_first and self.follows:
             signal.signal(signal.SIGALRM, self._handle)
-            signal.alarm(FOLLOW_S)
+            signal.alarm(SAVE_GRACE_S)
         elif not (self.defers and self.in_step and is_first):
             raise SystemExit(128 + self.number)

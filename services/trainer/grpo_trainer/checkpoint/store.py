@@ -319,10 +319,10 @@ def save_part(part: StatePart, ranks: Ranks, directory: Path | None = None) -> l
     try:
         sha256 = part.write(path)
         told = FileFacts(size_bytes=path.stat().st_size, sha256=sha256).model_dump_json()
-    except OSError as error:
-        told = str(error)
+    except (OSError, MemoryError) as error:
+        told = str(error) or "out of memory"
         if ranks.count > 1:
-            told = f"rank {ranks.index} at {socket.gethostname()}: {error}"
+            told = f"rank {ranks.index} at {socket.gethostname()}: {told}"
         if isinstance(error, FileNotFoundError):
             told += "; with --fsdp, every rank must see the same --save-path"
     return ranks.gathered(told)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,19 @@ def test_a_rank_that_does_not_see_the_save_path_is_named(
     monkeypatch.setattr(type(learner.optimizer), "parts", 2)
     with pytest.raises(UnusableSavePath, match=r"rank 1 at .* does not see .*/absent; with --fsdp"):
         restore_part(tmp_path / "absent", learner.policy, learner.optimizer, Ranks(2, 1))
+
+
+def test_a_rank_whose_memory_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would wait for its part."""
+
+    def write(*_: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(StatePart, "write", write)
+    monkeypatch.setattr(Ranks, "broadcast", lambda _, value, __: value)
+    monkeypatch.setattr(Ranks, "gathered", lambda _, text: [text])
+    (told,) = save_part(StatePart({}, {}), Ranks(2, 1), tmp_path)
+    assert told == f"rank 1 at {socket.gethostname()}: out of memory"
 
 
 @pytest.mark.full
