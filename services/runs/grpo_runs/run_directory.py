@@ -87,7 +87,7 @@ class RunDirectory:
     @property
     def untrained_rollouts(self) -> dict[str, Path]:
         """Directories of other rollouts: `{"dropped of gsm8k": Path("untrained/gsm8k/dropped")}`"""
-        found = sorted(self.untrained.glob("*/*"))
+        found = sorted(self.untrained.glob("*/*/"))
         return {f"{at.name} of {at.parent.name}": at for at in found}
 
     def write_config(self, text: str) -> None:

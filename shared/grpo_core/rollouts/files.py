@@ -20,6 +20,8 @@ ROLLOUTS = "rollouts"
 DROPPED, EVALUATION = "dropped", "evaluation"
 """Directories of rollouts that are not trained on: of groups with equal scores, and of evaluations.
 """
+LOST_GROUPS = "lost.jsonl"
+"""Beside them: one line for each group that was lost."""
 TOKENIZER = "tokenizer.json"
 """The policy's tokenizer in the format of Hugging Face's library tokenizers."""
 COMPRESS_LEVEL = 1

@@ -52,6 +52,8 @@ class RolloutRecord:
         finish_reason: "stop" or "length"
         completion_tokens: tokens that the policy sampled, including those beyond --seq-len
         part: [1, 2] if it is the first of two sequences of one rollout; None if it is the only one
+        attempts: at the item so far (`tried`), and those that were lost, by reason; empty if none
+            was
 
     An optional value is None if it is not known.
     """
@@ -78,6 +80,7 @@ class RolloutRecord:
     completion_tokens: int
     teacher_logprobs: list[float | None] = field(default_factory=list)
     part: list[int] | None = None
+    attempts: dict[str, float] = field(default_factory=dict)
 
     @property
     def prompt_length(self) -> int:
@@ -136,6 +139,7 @@ def records_of_group(step: int, group_index: int, group: ScoredGroup) -> list[Ro
             part=[rollouts[: index + 1].count(rollouts[index]), several]
             if (several := rollouts.count(rollouts[index])) > 1
             else None,
+            attempts=_numbers(shared.get("attempts")),
         )
         for index, override in enumerate(overrides)
     ]

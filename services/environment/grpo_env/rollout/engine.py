@@ -79,10 +79,11 @@ class RolloutEngine:
             UnknownRewardPart: an option names a part that the task's reward does not have.
         """
         started = time.monotonic()
+        dialogues = self._begun(item, plan)
         try:
-            dialogues, grades = await self.sample(item, plan)
+            grades = await self._graded(item, plan, dialogues)
         except GroupLost as lost:
-            return SampledGroup(lost=lost)
+            return SampledGroup(sequences=[one.sequences for one in dialogues], lost=lost)
         answers = [dialogue.last_answer for dialogue in dialogues]
         sequences = [dialogue.sequences for dialogue in dialogues]
         graded = [grade for grade in grades if isinstance(grade, Grade)]
@@ -116,34 +117,43 @@ class RolloutEngine:
     async def sample(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
         """The rollouts of one group and their grades, usable or not. Raises `GroupLost`: the group
         could not be sampled."""
-        task = item.task
-        if task.drives_itself:
-            return await self._self_driven(item, plan)
-        if task.is_conversation:
-            conversations = (self._conversation(item, plan) for _ in range(plan.group_size))
-            dialogues = await all_or_none(conversations)
+        dialogues = self._begun(item, plan)
+        return dialogues, await self._graded(item, plan, dialogues)
+
+    def _begun(self, item: Item, plan: SamplingPlan) -> list[RecordedDialogue]:
+        return [
+            RecordedDialogue(self._generate, self._template, plan, item)
+            for _ in range(plan.group_size)
+        ]
+
+    async def _graded(
+        self, item: Item, plan: SamplingPlan, dialogues: list[RecordedDialogue]
+    ) -> list[Grade | Ungraded]:
+        """Conduct the dialogues, and grade their last answers."""
+        if item.task.drives_itself:
+            return await self._self_driven(item, dialogues)
+        if item.task.is_conversation:
+            await all_or_none(self._conversation(item, plan, one) for one in dialogues)
         else:
-            dialogues = await self._completions(item, plan)
-        answers = [dialogue.last_answer for dialogue in dialogues]
-        return dialogues, await self._grader.grade_all(item, answers)
+            await self._completions(item, plan, dialogues)
+        return await self._grader.grade_all(item, [one.last_answer for one in dialogues])
 
-    def _dialogue(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
-        return RecordedDialogue(self._generate, self._template, plan, item)
-
-    async def _completions(self, item: Item, plan: SamplingPlan) -> list[RecordedDialogue]:
+    async def _completions(
+        self, item: Item, plan: SamplingPlan, dialogues: list[RecordedDialogue]
+    ) -> None:
         """All completions of one prompt, in one request."""
         prompt_ids = self.prompt_ids(item)
         limit = plan.completion_limit(item.task, _room(plan, prompt_ids))
         sampling = plan.sampling(limit, item.task.stop)
         completions = await complete(self._generate, prompt_ids, plan.group_size, sampling)
-        dialogues = [self._dialogue(item, plan) for _ in completions]
         for dialogue, completion in zip(dialogues, completions, strict=True):
             dialogue.begin_with(item.prompt, prompt_ids, completion, limit)
-        return dialogues
 
-    async def _conversation(self, item: Item, plan: SamplingPlan) -> RecordedDialogue:
+    async def _conversation(
+        self, item: Item, plan: SamplingPlan, dialogue: RecordedDialogue
+    ) -> None:
         """Let the task answer the policy, until the task ends the conversation."""
-        task, dialogue = item.task, self._dialogue(item, plan)
+        task = item.task
         _room(plan, self.prompt_ids(item))
         messages: str | Sequence[Message] = item.prompt
         while True:
@@ -151,18 +161,19 @@ class RolloutEngine:
                 answer = await dialogue.say(messages, self._tools_of(task), stop=task.stop)
             except ContextFull:
                 dialogue.cut_off()  # the conversation ends with what was said so far
-                return dialogue
+                return
             if not answer.finished or answer.state.turn >= task.max_turns:
-                return dialogue
+                return
             with self._quarantine(item):
                 more = await self._grader.code.step(task, answer.state, answer)
             if more is None:
-                return dialogue
+                return
             messages = [*answer.state.messages, *more]
 
-    async def _self_driven(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
+    async def _self_driven(
+        self, item: Item, dialogues: list[RecordedDialogue]
+    ) -> list[Grade | Ungraded]:
         """Let the task conduct the rollouts, and rate them unless its reward does."""
-        dialogues = [self._dialogue(item, plan) for _ in range(plan.group_size)]
         task, row = item.task, item.row
         values: list[Any]
         with self._quarantine(item):
@@ -176,8 +187,8 @@ class RolloutEngine:
             raise GroupLost(FailureReason.FAILED_ROLLOUT, "the policy was asked for no answer")
         answers = [dialogue.last_answer for dialogue in dialogues]
         if None in values:
-            return dialogues, await self._grader.grade_all(item, answers)
-        return dialogues, [
+            return await self._grader.grade_all(item, answers)
+        return [
             self._grader.grade(item, value, answer)
             for value, answer in zip(values, answers, strict=True)
         ]

@@ -15,6 +15,7 @@ from grpo_core.errors import GrpoError, RequestRefused, ServiceUnavailable
 from grpo_core.wire.run_api import QUEUE_FULL
 from grpo_core.wire.scored_group import RewardSample, RolloutFacts
 from grpo_env.pacing import FailureBudget, RewardFailures
+from grpo_env.rollout.attempts import Attempt, Attempts
 from grpo_env.rollout.engine import RolloutEngine
 from grpo_env.rollout.grader import Grade
 from grpo_env.rollout.groups import FAILED, FailureReason, GroupLost, SampledGroup, SamplingPlan
@@ -56,6 +57,7 @@ class GroupProducer:
         self._rewards = RewardTotals()
         self._env_id, self._run_uuid = -1, ""
         self.counts = GroupCounts()
+        self._attempts = Attempts()
         self.untrained = UntrainedRollouts(settings.untrained_dir)
 
     @property
@@ -110,6 +112,7 @@ class GroupProducer:
         """
         env_id, run_uuid = self._env_id, self._run_uuid  # of the run in which the sampling begins
         draw = self._items.draw()
+        attempt = self._attempts.begin(draw.item, step + 1)
         try:
             sampled = await self._engine.roll_out(draw.item, plan)
         except ServiceUnavailable as error:
@@ -118,15 +121,15 @@ class GroupProducer:
                 budget, why = self._teacher, FailureReason.TEACHER_UNAVAILABLE
             budget.failed(error)
             self._items.put_back(draw)
-            self._lose(SampledGroup(), why, error)
+            self._lose(attempt, SampledGroup(), why, error)
             return
         self._note_grades(draw.item, sampled, step)
         if (lost := sampled.lost) is None:
             self._inference.succeeded()
             self._teacher.succeeded()
-            await self._send(sampled, env_id, run_uuid, draw)
+            await self._send(sampled, env_id, run_uuid, draw, attempt)
             return
-        self._record(sampled)
+        self._record(attempt, sampled)
         if lost.reason is FailureReason.ABORTED:
             self._items.put_back(draw)
         else:
@@ -154,18 +157,20 @@ class GroupProducer:
         elif scores:
             self._reward_failures.graded()
 
-    async def _send(self, sampled: SampledGroup, env_id: int, run_uuid: str, draw: Draw) -> None:
+    async def _send(
+        self, sampled: SampledGroup, env_id: int, run_uuid: str, draw: Draw, attempt: Attempt
+    ) -> None:
         group = sampled.group
         assert group is not None
         rewards, self._rewards = self._rewards, RewardTotals()
         facts = RolloutFacts(reward_sample=RewardSample(**vars(rewards))).on_the_wire()
-        overrides = (group.group_overrides or {}) | facts
+        overrides = (group.group_overrides or {}) | facts | self._attempts.on_the_wire(draw.item)
         group = group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
         try:
             await self._api.submit(group, run_uuid, self._items.positions(draw))
         except RequestRefused as error:
             self._rewards.add_totals(rewards)
-            self._lose(sampled, FailureReason.REFUSED, error)
+            self._lose(attempt, sampled, FailureReason.REFUSED, error)
             # A conflict means that run-api was reset meanwhile. The next poll detects that.
             if error.status == _CONFLICT:
                 self._items.put_back(draw)
@@ -182,22 +187,34 @@ class GroupProducer:
             else:
                 self._items.used(draw)
                 self._submissions.failed(error)
-            self._lose(sampled, FailureReason.UNDELIVERED, error)
+            self._lose(attempt, sampled, FailureReason.UNDELIVERED, error)
         else:
             self._items.used(draw)
             self._submissions.succeeded()
             self.counts.groups_sent += 1
-            self._record(sampled)
+            self._record(attempt, sampled)
 
-    def _lose(self, sampled: SampledGroup, reason: FailureReason, error: Exception) -> None:
-        self._record(replace(sampled, lost=GroupLost(reason, str(error))))
+    def _lose(
+        self, attempt: Attempt, sampled: SampledGroup, reason: FailureReason, error: Exception
+    ) -> None:
+        self._record(attempt, replace(sampled, lost=GroupLost(reason, str(error))))
 
-    def _record(self, sampled: SampledGroup) -> None:
+    def _record(self, attempt: Attempt, sampled: SampledGroup) -> None:
         self.counts.record(sampled)
+        tokens = self._prompt_tokens(attempt.item, sampled)
+        if (line := self._attempts.end(attempt, sampled, tokens)) is not None:
+            self.untrained.lose(line)
         # Equal scores are normal for a good policy, so only the regular report counts them.
         lost = sampled.lost
         if lost is not None and lost.reason is not FailureReason.EQUAL_SCORES:
             log.warning("group.lost", reason=lost.reason.value, detail=lost.detail)
+
+    def _prompt_tokens(self, item: Item, sampled: SampledGroup) -> int | None:
+        """None if the task has prompts of its own and the policy said nothing."""
+        said = next((rollout[0] for rollout in sampled.sequences if rollout), None)
+        if said is not None:
+            return said.prompt_tokens
+        return None if item.task.drives_itself else len(self._engine.prompt_ids(item))
 
 
 @dataclass

@@ -1,14 +1,16 @@
-"""Keeps some rollouts that are not trained on, so that people can read them."""
+"""Keeps some rollouts that are not trained on, and a line for each lost group, so that people can
+read them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import structlog
 
-from grpo_core.rollouts.files import DROPPED, remove_later_steps, write_step
+from grpo_core.rollouts.files import DROPPED, LOST_GROUPS, remove_later_steps, write_step
 from grpo_core.rollouts.record import records_of_group
 from grpo_env.rollout.groups import SampledGroup
 
@@ -47,6 +49,17 @@ class UntrainedRollouts:
             self._step, self._written, self._dropped = step, 0, []
         if len(self._dropped) < KEPT_GROUPS:
             self._dropped.append(sampled)
+
+    def lose(self, line: Mapping[str, object]) -> None:
+        """Write the line of a lost group. The run goes on if that fails."""
+        if self._directory is None:
+            return
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with (self._directory / LOST_GROUPS).open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.warning("lost_groups.not_written", error=str(error))
 
     async def save_dropped(self) -> None:
         if len(self._dropped) > self._written:

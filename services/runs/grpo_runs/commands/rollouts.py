@@ -24,6 +24,7 @@ from rich.text import Text
 from grpo_core.errors import GrpoError
 from grpo_core.rollouts.files import read_steps, steps_in
 from grpo_core.rollouts.record import RolloutRecord, printable, split_conversation, text_of
+from grpo_runs.report.lost import lost_lines
 from grpo_runs.report.page import token_texts, write_report
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
@@ -63,6 +64,8 @@ def _write(settings: RolloutsSettings, screen: Screen) -> bool:
         else:
             for line, style in sample_lines(record, text, screen.width):
                 screen.line(line, style)
+    if not settings.json_lines:
+        screen.lines(lost_lines(RunDirectory(settings.run)))
     sys.stdout.flush()
     return any_passed
 
@@ -155,6 +158,9 @@ def _facts(record: RolloutRecord) -> Iterator[str]:
     ended = f" ({record.finish_reason})" if record.finish_reason else ""
     prompt = len(record.tokens) - record.completion_tokens
     yield f"tokens {prompt} + {record.completion_tokens}{ended}"
+    if tried := record.attempts.get("tried"):
+        lost = ", ".join(f"{n:g} {why}" for why, n in record.attempts.items() if why != "tried")
+        yield f"attempt {tried:g} (lost: {lost})"
     if record.staleness is not None:
         yield f"staleness {record.staleness}"
     if (difference := record.mean_logprob_difference) is not None:

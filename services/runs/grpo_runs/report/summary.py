@@ -15,6 +15,7 @@ from grpo_core.errors import ProtocolViolation, parsing
 from grpo_core.tree.weights import ModeName
 from grpo_core.weights.servers import ServerStatus
 from grpo_runs.report.evaluations import EvaluationsFile, few_items_warning, lift_text
+from grpo_runs.report.lost import lost_lines
 from grpo_runs.report.steps import StepRecord
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
@@ -296,7 +297,7 @@ def report_run(
             write_report(run, logs=trained.logs, logs_after=trained.resumed_after)
     screen.line("")
     lifts = [lift_text(*lift) for lift in evaluations.lifts()]
-    screen.lines(summary_lines(facts, lifts), "bold")
+    screen.lines([*summary_lines(facts, lifts), *lost_lines(run)], "bold")
     files = {
         **({"rollouts": str(run.report)} if settings.report else {}),
         "plot": str(run.reward_plot),

@@ -259,7 +259,7 @@ async def test_an_item_that_no_server_sampled_is_given_again() -> None:
             return await engine.roll_out(item, plan)
 
         settings = EnvServerSettings(task="arithmetic", model="m")
-        faulty: Any = SimpleNamespace(roll_out=roll_out)
+        faulty: Any = SimpleNamespace(roll_out=roll_out, prompt_ids=engine.prompt_ids)
         client: Any = SimpleNamespace(submit=submit)
         producer = GroupProducer(settings, stream, faulty, client)
         for _ in range(5):

@@ -55,6 +55,36 @@ def test_a_sample_shows_all_that_is_known_of_it(run: Path) -> None:
     assert "group 0.1 (part 1 of 2)  other" in shown(run, "--step", "1", "--limit", "2").out
 
 
+def test_attempts_that_were_lost_are_told_with_the_items_that_lost_most(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_step(run / "rollouts", 3, [record(step=3, attempts={"tried": 3, "too_long": 2})])
+    lost = [("a", "failed_rollout", 1), ("a", "too_long", 4), ("b", "too_long", 1)]
+    file = run / "untrained" / "sums" / "lost.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "".join(
+            json.dumps(
+                {"task": "sums", "item": item, "place": f"row {item}", "reason": why, "attempt": at}
+            )
+            + "\n"
+            for item, why, at in lost
+        )
+        + "{"  # of an environment that was killed
+    )
+    lines = shown(run).out.splitlines()
+    assert any("  attempt 3 (lost: 2 too_long)" in line for line in lines)
+    assert lines[-3:] == [
+        "lost:     2 too_long, 1 failed_rollout, of 2 items; "
+        f"lines in {run}/untrained/*/lost.jsonl",
+        "          2 of 4 attempts at row a of sums: 1 failed_rollout, 1 too_long",
+        "          1 of 1 attempts at row b of sums: 1 too_long",
+    ]
+    assert not RunDirectory(run).untrained_rollouts
+    shown(run, "--json")
+    assert json.loads(capsys.readouterr().out)["attempts"] == {"tried": 3, "too_long": 2}
+
+
 @pytest.mark.parametrize(
     ("words", "reasons"),
     [
