@@ -22,7 +22,7 @@ def of_run_api() -> str:
     metrics = Metrics(redis_disk_bytes=1)
     metrics.observe("GET", "/", 200, 0.0, 0)
     stats = RunStats._make([0] * len(RunStats._fields))
-    exposition = metrics.exposition(RunScrape(stats, [ServerCounts("", True, 0, 0, 0)], 0), "")
+    exposition = metrics.exposition(RunScrape(stats, [ServerCounts("", "serving", 0, 0, 0)], 0), "")
     families = text_string_to_metric_families(bytes(exposition.body).decode())
     return _families(
         family

@@ -24,8 +24,9 @@ class Measures:
     """One look at a run. None: unknown, or it has no meaning now, for example environments after
     the last step. A total counts since any start, and may begin at 0 again."""
 
-    since_step_s: float | None = None
-    """Seconds since the last optimizer step, or since the trainer began its first."""
+    over_step_s: float | None = None
+    """Seconds since the last optimizer step, or since the trainer began its first, less the longest
+    step so far, or `FIRST_STEP_S`."""
     dropped_share: float | None = None
     """Of the newest groups, the share that was dropped because all scores are equal."""
     staleness_mean: float | None = None
@@ -47,7 +48,8 @@ class Measures:
     environments_alive: float | None = None
     """Environments that polled run-api lately and have not left."""
     servers_gone: float | None = None
-    """How many inference servers fewer run than within the last hour."""
+    """How many inference servers fewer run than within the last hour, if one was lost since: it
+    failed, or is gone without a stop signal."""
     engine_crashes: float | None = None
     """Total of `crashes` of all servers, counted for each of them."""
     run_api_answers: bool | None = None
@@ -97,7 +99,11 @@ class Alert:
 RUN = "run"
 """The label that every scrape configuration of this project gives to a run's metrics."""
 TEN_MINUTES_S = 600.0
+FIRST_STEP_S = 2700.0
+"""A step's usual duration in a run that has not finished one: nothing shows yet how slow it is."""
 _STEP_ENDED = "grpo_trainer_last_step_timestamp_seconds"
+_LOST = "run_api_servers_lost"
+_STEP_TOOK = "grpo_trainer_train_step_time"
 MOST_DROPPED = 0.9
 """Of the groups: above it, batches take ten times as long."""
 DROPPED_ADVICE = (
@@ -144,14 +150,17 @@ def _grown(
 ALERTS: tuple[Alert, ...] = (
     Alert(
         "no-training-step",
-        "The trainer has finished no step for 15 minutes.",
+        "The trainer has finished no step for 15 minutes more than its longest step took, or "
+        "within an hour since its first step began.",
         "look at the newest lines of the logs of trainer and environments: a trainer that waits "
         "for a batch gets no groups, so see why environments send none",
-        "since_step_s",
+        "over_step_s",
         # Also of a trainer that has ended, but not of one that has not begun its first step.
         _until_the_end(
             f"time() - ({_largest(_STEP_ENDED)} or {_earlier(_STEP_ENDED)} "
-            f"unless on ({RUN}) grpo_trainer_steps_taken_total)",
+            f"unless on ({RUN}) grpo_trainer_steps_taken_total) - "
+            f"(max by ({RUN}) (max_over_time({_STEP_TOOK}[1d])) "
+            f"or 0 * {_earlier(_STEP_ENDED)} + {FIRST_STEP_S:g})",
             _known,
         ),
         900,
@@ -223,12 +232,13 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "server-gone",
-        "Fewer inference servers run than within the last hour.",
-        "if nobody stopped one, look at the end of its log and start the server again; the run "
-        "goes on with the others",
+        "An inference server was lost within the last hour, and fewer run than before.",
+        "look at the end of its log and start the server again; the run goes on with the others",
         "servers_gone",
         _until_the_end(
-            f"{_largest('max_over_time(run_api_servers[1h])')} - {_largest('run_api_servers')}"
+            f"{_largest('max_over_time(run_api_servers[1h])')} - {_largest('run_api_servers')} "
+            # not one that ended because of a stop signal
+            f"and on ({RUN}) {_largest(_LOST)} > min by ({RUN}) (min_over_time({_LOST}[1h]))"
         ),
         0,
         severity=Severity.CRITICAL,

@@ -50,8 +50,10 @@ async def test_the_servers_that_are_not_gone_are_listed_and_counted(
         assert len(await records.listed()) == 2  # not read again so soon
         now[0] = READ_EVERY_S
         assert await records.listed() == [listed("b", 4, FAILED)]
-        counts = [ServerCounts("b", False, 4, 3, 2), ServerCounts("unreachable", True, 5, 0, 0)]
-        assert await records.counted() == counts
+        counts = [ServerCounts("b", FAILED, 4, 3, 2), ServerCounts("unreachable", SERVING, 5, 0, 0)]
+        assert await records.counted() == counts, "one that left is not missed"
+        await run.link.call("DEL", server_key(own, "b"))  # as if its report had expired
+        assert await records.counted() == [ServerCounts("b", "", 0, 0, 0), counts[1]]
     names = ("a", "b", "unreachable")
     await run.link.call("DEL", servers_key(own), *(server_key(own, name) for name in names))
 

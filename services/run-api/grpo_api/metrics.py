@@ -138,9 +138,16 @@ def _of_servers(servers: list[ServerCounts]) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "run_api_servers",
         "Number of inference servers that have not failed, of those that reported themselves "
-        "within the last ten seconds. Absent if the run never had a server that uses Redis.",
+        "within the last ten seconds. Absent if the run has no server that uses Redis.",
         sum(server.is_running for server in servers),
     )
+    yield GaugeMetricFamily(
+        "run_api_servers_lost",
+        "Number of inference servers that have failed, or that no longer report themselves, "
+        "without those that ended because of a stop signal.",
+        sum(not server.is_running for server in servers),
+    )
+    servers = [server for server in servers if server.state]
     step = GaugeMetricFamily(
         "run_api_server_step", "Step of the weights that the server serves.", labels=["server"]
     )

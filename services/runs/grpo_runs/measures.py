@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from grpo_core.alerts import Measures
+from grpo_core.alerts import FIRST_STEP_S, Measures
 from grpo_core.security import authorization
 from grpo_runs.report.steps import numbers_of
 from grpo_runs.run_directory import RunDirectory
@@ -57,7 +57,8 @@ class MeasuresReader:
         self._last_step_at: float | None = None
         self._is_under_way = True
         self._crashes: dict[str, float] = {}
-        self._servers: deque[tuple[float, float]] = deque()
+        self._servers: deque[tuple[float, float, float]] = deque()
+        self._longest_step_s: float | None = None
 
     @property
     def step(self) -> int:
@@ -73,7 +74,8 @@ class MeasuresReader:
         if self._last_step_at is None and has_begun:  # the first step, and not before a resume
             self._last_step_at = self._clock()
         if self._is_under_way and self._last_step_at is not None:
-            found["since_step_s"] = self._clock() - self._last_step_at
+            usual = FIRST_STEP_S if self._longest_step_s is None else self._longest_step_s
+            found["over_step_s"] = self._clock() - self._last_step_at - usual
         self._logs.read_new()
         if self._is_under_way and (worst := self._most_dropping(processes)):
             found["dropped_share"] = worst.numbers["dropped_share"]
@@ -92,6 +94,8 @@ class MeasuresReader:
                 self._newest, self._last_step_at = numbers_of(line), self._clock()
             except ValueError:  # a full disk has cut it
                 continue
+            took_s = self._newest.get("train/step_time", 0.0)
+            self._longest_step_s = max(took_s, self._longest_step_s or 0.0)
             for field, metric in _TOTALS.items():
                 self._totals[field] += int(self._newest.get(metric, 0))
 
@@ -138,7 +142,9 @@ class MeasuresReader:
             found["oldest_queued_group_s"] = series.get("oldest_queued_group_age_seconds")
             found["environments_alive"] = series.get("environments_alive")
             if "servers" in series:
-                found["servers_gone"] = self._most_servers(series["servers"]) - series["servers"]
+                found["servers_gone"] = self._servers_gone(
+                    series["servers"], series["servers_lost"]
+                )
         return found
 
     def _count_crashes(self, server: str, count: float) -> None:
@@ -147,12 +153,12 @@ class MeasuresReader:
         self._totals["engine_crashes"] += int(count - before if count >= before else count)
         self._crashes[server] = count
 
-    def _most_servers(self, servers: float) -> float:
-        """Within the last `SERVERS_S`. Keeps falling numbers alone."""
+    def _servers_gone(self, running: float, lost: float) -> float:
+        """How many fewer run than within the last `SERVERS_S`, if one was lost since."""
         now = self._clock()
-        while self._servers and self._servers[-1][1] <= servers:
-            self._servers.pop()
-        self._servers.append((now, servers))
+        self._servers.append((now, running, lost))
         while self._servers[0][0] <= now - SERVERS_S:
             self._servers.popleft()
-        return self._servers[0][1]
+        if lost == min(then for _, _, then in self._servers):
+            return 0.0
+        return max(then for _, then, _ in self._servers) - running

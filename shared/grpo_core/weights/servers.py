@@ -2,7 +2,7 @@
 
 The keys have the run's prefix:
 
-    servers             set: the names of all servers that the run ever had
+    servers             set: the names of all servers that the run ever had and that did not leave
     server:<name>       hash: the server's `ServerStatus`; expires when the server is gone
 """
 

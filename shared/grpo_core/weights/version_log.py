@@ -274,8 +274,10 @@ class ServerVersionLog(AsyncRedisConnection):
             self.note_absence(error)
 
     async def leave(self) -> None:
-        """Remove the status, so that nobody waits for this server. Never raises."""
+        """Remove the status and the name, so that nobody waits for this server or misses it. Never
+        raises."""
         try:
+            await self.attempt("SREM", servers_key(self._run_id), self._name)
             await self.attempt("DEL", server_key(self._run_id, self._name))
         except FAILURES as error:
             self.note_absence(error)

@@ -18,7 +18,11 @@ def shown_with(redis_disk_bytes: int | None, scrape: RunScrape | None) -> dict[s
 
 
 def test_servers_and_the_disk_of_redis() -> None:
-    servers = [ServerCounts("a", True, 5, 2, 1), ServerCounts("b", False, 4, 0, 0)]
+    servers = [
+        ServerCounts("a", "serving", 5, 2, 1),
+        ServerCounts("b", "failed", 4, 0, 0),
+        ServerCounts("gone", "", 0, 0, 0),
+    ]
     shown = shown_with(1000, RunScrape(STATS, servers, 250))
     assert (
         shown.items()
@@ -29,6 +33,7 @@ def test_servers_and_the_disk_of_redis() -> None:
             "redis_append_only_file_bytes": 250,
             "redis_disk_bytes": 1000,
             "servers": 1,
+            "servers_lost": 2,
             "server_step/a": 5,
             "server_step/b": 4,
             "server_restarts_total/a": 2,
@@ -36,6 +41,7 @@ def test_servers_and_the_disk_of_redis() -> None:
             "server_crashes_total/b": 0,
         }.items()
     )
+    assert "server_step/gone" not in shown
 
 
 def test_what_is_unknown_is_absent() -> None:

@@ -18,11 +18,15 @@ RUNS = {"run_api_step": "5x200", "run_api_num_steps": "10x200"}
 """A run that has not ended. `5x200`: 5, and 200 further samples of the same value."""
 
 CASES: dict[str, tuple[dict[str, str], str, str]] = {
-    # The last step ended at minute 2; its trainer is gone from minute 10 on.
+    # The last step ended at minute 2, after ten minutes; its trainer is gone from minute 10 on.
     "no-training-step": (
-        RUNS | {"grpo_trainer_last_step_timestamp_seconds": "120x10 _x190"},
-        "17m",
-        "17m30s",
+        RUNS
+        | {
+            "grpo_trainer_last_step_timestamp_seconds": "120x10 _x190",
+            "grpo_trainer_train_step_time": "600x2 60x8 _x190",
+        },
+        "27m",
+        "27m30s",
     ),
     "run-api-gone": (RUNS | {"run_api_redis_up": "1x9 stale"}, "10m30s", "12m"),
     "queue-stuck": (
@@ -34,7 +38,11 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
     "groups-dropped": (RUNS | {"grpo_environment_dropped_share": "0.9x9 0.91x190"}, "9m", "10m"),
     "staleness-high": ({"grpo_trainer_staleness_mean": "1x9 4.5x190"}, "14m", "15m"),
     "no-environment": (RUNS | {"run_api_environments_alive": "1x9 0x190"}, "11m", "12m"),
-    "server-gone": (RUNS | {"run_api_servers": "3x9 2x190"}, "10m", "11m"),
+    "server-gone": (
+        RUNS | {"run_api_servers": "3x9 2x190", "run_api_servers_lost": "0x9 1x190"},
+        "10m",
+        "11m",
+    ),
     "engine-crashed": ({'run_api_server_crashes_total{server="a"}': "1x9 2x190"}, "9m", "11m"),
     "groups-refused": ({"run_api_refused_groups_total": "0x9 1x190"}, "9m", "11m"),
     "groups-unusable": ({"grpo_trainer_data_unusable_groups_total": "0x9 1x190"}, "9m", "11m"),
@@ -63,6 +71,7 @@ API = RUNS | {
     "run_api_oldest_queued_group_age_seconds": "0x200",
     "run_api_environments_alive": "1x200",
     "run_api_servers": "2x200",
+    "run_api_servers_lost": "0x200",
     'run_api_server_crashes_total{server="a"}': "3x200",
     'run_api_server_crashes_total{server="b"}': "3x9 stale _x5 3x180",  # it left, and is back
 }
@@ -70,10 +79,12 @@ IDLE = API | {
     "run_api_oldest_queued_group_age_seconds": "9999x200",
     "run_api_environments_alive": "0x200",
     "run_api_servers": "2x30 1x170",
+    "run_api_servers_lost": "0x30 1x170",
 }
 TRAINER = {
     "grpo_trainer_last_step_timestamp_seconds": "0+60x200",
     "grpo_trainer_steps_taken_total": "0+1x200",
+    "grpo_trainer_train_step_time": "60x200",
 }
 WAITS = TRAINER | {"grpo_trainer_last_step_timestamp_seconds": "60x200"}
 NO_TRAINER = {"run_api_step": "0x200", "run_api_num_steps": "0x200"}
@@ -89,6 +100,28 @@ def gone(series: dict[str, str]) -> dict[str, str]:
 STANDS_STILL = {"no-training-step", "queue-stuck", "no-environment", "server-gone"}
 SITUATIONS: dict[str, tuple[dict[str, str], set[str]]] = {
     "healthy": (API | TRAINER, set()),
+    "healthy, with steps of 25 minutes": (
+        API
+        | TRAINER
+        | {
+            "grpo_trainer_last_step_timestamp_seconds": "1200x200",
+            "grpo_trainer_train_step_time": "1500x200",
+        },
+        set(),
+    ),
+    "in its first step": (
+        API
+        | {
+            "grpo_trainer_last_step_timestamp_seconds": "0x200",
+            "grpo_trainer_steps_taken_total": "0x200",
+        },
+        set(),
+    ),
+    "one of two servers was stopped": (API | TRAINER | {"run_api_servers": "2x30 1x170"}, set()),
+    "one was lost and started again under another name": (
+        API | TRAINER | {"run_api_servers_lost": "0x30 1x170"},
+        set(),
+    ),
     "healthy, without a last step": (API | TRAINER | NO_LAST_STEP, set()),
     "stands still": (IDLE | WAITS, STANDS_STILL),
     "stands still, without a last step": (IDLE | WAITS | NO_LAST_STEP, STANDS_STILL),

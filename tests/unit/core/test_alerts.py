@@ -15,7 +15,7 @@ def fired(watch: AlertWatch, now: float, **measures: float | bool | None) -> dic
 
 def test_nothing_fires_without_measures_or_with_healthy_ones() -> None:
     healthy = {
-        "since_step_s": 900.0,
+        "over_step_s": 900.0,
         "staleness_mean": 4.0,
         "environments_alive": 1.0,
         "servers_gone": 0.0,
@@ -31,7 +31,7 @@ def test_nothing_fires_without_measures_or_with_healthy_ones() -> None:
 
 
 def test_a_row_without_a_hold_fires_at_once() -> None:
-    found = fired(AlertWatch(), 50.0, since_step_s=900.5, redis_disk_share=0.8)
+    found = fired(AlertWatch(), 50.0, over_step_s=900.5, redis_disk_share=0.8)
     assert list(found) == ["no-training-step", "redis-disk"]
     assert (found["no-training-step"].since, found["no-training-step"].value) == (50.0, 900.5)
 

@@ -15,6 +15,7 @@ from typing import Any
 from grpo_api.metrics import Metrics, RunScrape
 from grpo_api.store.run import RunStats
 from grpo_api.store.servers import ServerCounts
+from grpo_core.alerts import FIRST_STEP_S
 from grpo_runs.measures import MeasuresReader
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.records import ProcessRecords
@@ -63,7 +64,7 @@ def run_api() -> Iterator[tuple[str, RunApi]]:
 
 
 def test_measures_of_run_api(tmp_path: Path) -> None:
-    two = [ServerCounts("a", True, 5, 2, 1), ServerCounts("b", True, 5, 0, 2)]
+    two = [ServerCounts("a", "serving", 5, 2, 1), ServerCounts("b", "serving", 5, 0, 2)]
     with run_api() as (url, api):
         reader = MeasuresReader(RunDirectory(tmp_path), url, "t")
         assert reader.read().redis_answers is False
@@ -73,6 +74,8 @@ def test_measures_of_run_api(tmp_path: Path) -> None:
         assert (found.environments_alive, found.servers_gone, found.engine_crashes) == (2, 0, 0)
         assert (found.refused_groups, found.oldest_queued_group_s) == (4, 7.5)
         api.run(two[:1], **RUNNING)
+        assert reader.read().servers_gone == 0, "it was stopped"
+        api.run([two[0], two[1]._replace(state="failed")], **RUNNING)
         assert reader.read().servers_gone == 1
         api.run(two[:1], **RUNNING | {"step": 10})  # the last batch is handed out
         found = reader.read()
@@ -85,11 +88,15 @@ def test_measures_of_run_api(tmp_path: Path) -> None:
 
 
 def test_servers_that_leave_and_come_back(tmp_path: Path) -> None:
-    """Their crashes are those of each, and one that was removed is missed for an hour."""
+    """Their crashes are those of each, and one that was lost is missed for an hour."""
     now = [0.0]
 
     def counts(**crashes: int) -> list[ServerCounts]:
-        return [ServerCounts(name, True, 5, 0, count) for name, count in crashes.items()]
+        """The state of one without a report is unknown."""
+        return [
+            ServerCounts(name, "serving" if name in crashes else "", 5, 0, crashes.get(name, 0))
+            for name in ("a", "b")
+        ]
 
     with run_api() as (url, api):
         reader = MeasuresReader(RunDirectory(tmp_path), url, "t", clock=lambda: now[0])
@@ -123,15 +130,16 @@ def test_steps_are_waited_for_from_the_first_one_to_the_last_batch(tmp_path: Pat
             stage = {"stage": "data_fetch", "since": 0, "pid": pid}
             (run.checkpoints / "stage.json").write_text(json.dumps(stage))
             api.run(**counts)
-            return reader.read().since_step_s
+            return reader.read().over_step_s
 
         assert since(1000, pid=6, step=0) is None  # of the trainer before a resume
-        assert since(2000, pid=7, **RUNNING) == 0
-        assert since(2030, pid=7, **RUNNING) == 30
-        assert since(2040, pid=7, step=3, num_steps=0) == 40  # a run without a last batch
+        assert since(2000, pid=7, **RUNNING) == -FIRST_STEP_S
+        assert since(2030, pid=7, **RUNNING) == 30 - FIRST_STEP_S
+        # a run without a last batch
+        assert since(2040, pid=7, step=3, num_steps=0) == 40 - FIRST_STEP_S
         api.shows = None  # Redis is away
         now[0] = 2050
-        assert reader.read().since_step_s == 50
+        assert reader.read().over_step_s == 50 - FIRST_STEP_S
         assert since(2060, pid=7, step=10, num_steps=10) is None
 
 
@@ -141,15 +149,16 @@ def test_measures_of_the_metrics_file(tmp_path: Path) -> None:
     run.metrics.write_text(json.dumps(old) + "\n")
     reader = MeasuresReader(run, f"http://127.0.0.1:{free_port()}", clock=lambda: now[0])
     found = reader.read()
-    assert (found.since_step_s, found.failed_checks, found.staleness_mean) == (None, 0, None)
+    assert (found.over_step_s, found.failed_checks, found.staleness_mean) == (None, 0, None)
     assert found.redis_answers is None
     with run.metrics.open("a") as file:
         for step in (2, 3):
             line = {"step": step, "checks/failed": 1, "data/stale_groups": 2}
+            line["train/step_time"] = 10 * step
             file.write(json.dumps(line | {"staleness/mean": step / 2}) + "\n")
         file.write('{"step": 4')  # the trainer is writing it
     found = reader.read()
-    assert (found.since_step_s, found.staleness_mean) == (0, 1.5)
+    assert (found.over_step_s, found.staleness_mean) == (-30, 1.5), "the longest took 30 s"
     assert (found.failed_checks, found.stale_groups, found.unusable_groups) == (2, 4, 0)
     assert (found.disk_free_bytes or 0) > 0
     kept = run.metrics.read_text().splitlines(keepends=True)[:2]
@@ -157,7 +166,7 @@ def test_measures_of_the_metrics_file(tmp_path: Path) -> None:
     now[0] += 50
     run.metrics.write_text("".join(kept) + again)  # by a trainer that resumed after step 2
     found = reader.read()
-    assert (found.since_step_s, found.failed_checks, reader.step) == (0, 6, 3)
+    assert (found.over_step_s, found.failed_checks, reader.step) == (-30, 6, 3)
 
 
 def test_the_share_of_dropped_groups_is_that_of_the_newest_report(tmp_path: Path) -> None:

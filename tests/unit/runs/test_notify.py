@@ -149,7 +149,7 @@ def test_a_target_that_cannot_work_is_named_at_the_start(target: str, problem: s
 
 
 def test_each_alert_is_told_once_and_again_when_it_begins_again() -> None:
-    slow, fine = Measures(since_step_s=901), Measures(since_step_s=1)
+    slow, fine = Measures(over_step_s=901), Measures(over_step_s=1)
     looks = iter([fine, slow, slow, fine, slow])
     stops = iter([False] * 5 + [True])
     clock = iter(range(100, 200, 5))

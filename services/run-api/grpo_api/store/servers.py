@@ -18,13 +18,17 @@ READ_EVERY_S = 1.0
 
 
 class ServerCounts(NamedTuple):
-    """What metrics show of one server. `is_running`: it has not failed."""
+    """What metrics show of one server. `state`: "" if it is gone and did not leave."""
 
     name: str
-    is_running: bool
+    state: str
     step: int
     restarts: int
     crashes: int
+
+    @property
+    def is_running(self) -> bool:
+        return self.state not in ("", ServerState.FAILED)
 
 
 class ServerRecords:
@@ -69,20 +73,16 @@ class ServerRecords:
         self._read_at = -math.inf
 
     async def counted(self) -> list[ServerCounts] | None:
-        """All servers that are not gone, by name; None if the run never had one that reports
-        itself.
+        """All servers that did not leave, by name; None if none of the run reports itself.
 
         Raises:
             StoreUnavailable: Redis did not answer within the deadline.
         """
         records = await self._records("state", "step", "restarts", "crashes")
-        if not records:
-            return None
         return [
-            ServerCounts(name, state != ServerState.FAILED, *(int(count or 0) for count in counts))
+            ServerCounts(name, state, *(int(count or 0) for count in counts))
             for name, (state, *counts) in records.items()
-            if state
-        ]
+        ] or None
 
     async def _records(self, *fields: str) -> dict[str, list[str]]:
         """These fields of all servers that the run ever had, by name; "" for those that are
