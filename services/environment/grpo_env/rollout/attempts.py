@@ -1,5 +1,7 @@
-"""The attempts to sample groups: how often each item was tried and lost, and whether losses fall on
-long or hard items more than on others, of which training then sees too little."""
+"""The attempts to sample groups: how often each item was tried and lost.
+
+Losses that fall on long or hard items more than on others warn: training sees too little of these.
+"""
 
 from __future__ import annotations
 

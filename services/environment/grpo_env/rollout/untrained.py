@@ -1,5 +1,4 @@
-"""Keeps some rollouts that are not trained on, and a line for each lost group, so that people can
-read them."""
+"""Keeps rollouts that are not trained on, and lists lost groups, so that people can read them."""
 
 from __future__ import annotations
 
