@@ -190,7 +190,8 @@ def lora_router(
                 f"policy version {tuple(version)} is older than the served version "
                 f"{tuple(served)}; send a newer policy_version, or omit policy_version"
             )
-        loaded = await switch.load(directory, version)
+        samples = not (bridge.paused or bridge.engine.sleeping)
+        loaded = await switch.load(directory, version, probes=samples)
         if version > served:
             await bridge.adopt(version)
         return {"status": "ok", **loaded.described(), "in_use": switch.directories_in_use()}
@@ -318,7 +319,7 @@ def engine_router(
     async def post_weights(request: UpdateRequest) -> dict[str, Any]:
         directory, version = request.directory, request.policy_version
         if adapters is not None:
-            await adapters.load(directory, version)
+            await adapters.load(directory, version, probes=False)
             await bridge.adopt(version)
             return {"pause_s": 0.0, "in_use": adapters.directories_in_use()}
         if not bridge.engine.loads_weights:

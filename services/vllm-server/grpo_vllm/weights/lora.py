@@ -20,6 +20,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.engine.vllm_compat.requests import EngineDeadError, LoRARequest
 from grpo_vllm.middleware import InFlight
+from grpo_vllm.weights.adapter_probe import AdapterProbe
 
 log = structlog.get_logger()
 
@@ -66,14 +67,20 @@ class AdapterSwitch:
         self.served_name = served_name
         self.current: LoadedAdapter | None = None
         self._engine = engine
+        self._probe = AdapterProbe(engine)
         self._in_flight = in_flight
         self._numbers = 0
         self._former: list[LoadedAdapter] = []
         self._lock = asyncio.Lock()
         self._unloading: set[asyncio.Task[None]] = set()
 
-    async def load(self, directory: Path, version: PolicyVersion) -> LoadedAdapter:
+    async def load(
+        self, directory: Path, version: PolicyVersion, probes: bool = True
+    ) -> LoadedAdapter:
         """Answer requests that arrive from now on with the adapter in `directory`.
+
+        Args: probes: compare with the base model; False if the engine samples nothing now, or if a
+            trainer compares the served logprobs with its own
 
         Raises:
             AdapterRefused: the engine cannot load it, or this version came from another directory.
@@ -90,7 +97,7 @@ class AdapterSwitch:
             self._numbers += 1
             name = f"{self.served_name}@{version}"
             request = LoRARequest(name, self._numbers, str(directory))
-            await self._add(request)
+            await self._add(request, probes)
             former = self.current
             self.current = LoadedAdapter(version, directory, request, self._in_flight.next_cohort())
             log.info("adapter.loaded", name=name, directory=str(directory))
@@ -115,7 +122,7 @@ class AdapterSwitch:
         used = [*self._former, *([self.current] if self.current else [])]
         return [str(adapter.directory) for adapter in used]
 
-    async def _add(self, request: Any) -> None:
+    async def _add(self, request: Any, probes: bool) -> None:
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 workers: list[Any] = [None]
@@ -124,7 +131,9 @@ class AdapterSwitch:
                     workers = await self._engine.collective_rpc(
                         "adapter_modules", kwargs={"number": request.lora_int_id}
                     )
-            _require_all_used(workers)
+                _require_all_used(workers)
+                if probes:
+                    await self._probe.require_effect(request)
         except EngineDeadError:
             raise
         except TimeoutError:
