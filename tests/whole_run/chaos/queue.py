@@ -18,10 +18,10 @@ from tests.whole_run.commands import (
     REDIS,
     REWARD_WORKER,
     RUN_API,
-    TRAINER,
     Commands,
     Shape,
     server_names,
+    trainer_names,
 )
 from tests.whole_run.journal import Outcome
 from tests.whole_run.rig import DEADLINE_S, Rig, server_of
@@ -60,7 +60,8 @@ class QueueRun:
         """Hit it once for each number."""
         self._place.mkdir()
         with self._rig() as rig:
-            rig.start(REDIS, RUN_API, *self._servers, TRAINER, ENVIRONMENT)
+            trainers = trainer_names(self._shape.nodes)
+            rig.start(REDIS, RUN_API, *self._servers, *trainers, ENVIRONMENT)
             rig.wait_for(rig.records)
             hit = self._look if self._is_undisturbed else self._hit
             for number in numbers:
