@@ -43,6 +43,7 @@ from grpo_trainer.weight_sync.source import WeightSource
 from grpo_vllm.engine.vllm_compat.collective import Receiver
 from tests.support.forked import forked
 from tests.support.wait import DEADLINE_S
+from tests.unit.trainer.ranks.rank_rig import DEADLINE_S as RANK_DEADLINE_S
 from tests.unit.trainer.ranks.rank_rig import met
 from tests.unit.trainer.ranks.test_loop import Queue, settings_of
 from tests.unit.trainer.served_model import ServedModel
@@ -180,7 +181,7 @@ def joining(url: str, run_id: str, place: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("transport", "fsdp"),
     [
-        (FILES, True),
+        pytest.param(FILES, True, marks=pytest.mark.full),
         (COLLECTIVE, True),
         pytest.param(COLLECTIVE, False, marks=pytest.mark.full),
     ],
@@ -204,7 +205,7 @@ def test_two_ranks_publish_to_three_servers(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(DEADLINE_S)
+            process.join(RANK_DEADLINE_S)
             process.kill()
         assert [process.exitcode for process in processes] == [0, 0]
         for server in servers:
