@@ -22,6 +22,7 @@ from torch import Tensor
 from grpo_core.tree.objectives import ADVANTAGES, GRPO, LOSSES, Objective
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.advantages import with_advantages
+from grpo_trainer.checks.definitions import broken_definitions
 from grpo_trainer.checks.identities import (
     COMPLETION_TOKENS,
     LARGE,
@@ -85,6 +86,7 @@ class SelfTest:
             try:
                 return [
                     *broken_identities(objective),
+                    *broken_definitions(objective),
                     *self._of_logprobs(whole, objective),
                     *self._of_gradients(whole, parts, objective),
                 ]
@@ -155,6 +157,14 @@ class SelfTest:
         if not norm:
             yield "the gradient is 0, although no advantage is"
         elif difference > GRADIENT_TOLERANCE * norm:
+            count, factor = len(parts.micro_batches), float(expected @ found) / norm**2
+            if float((found - factor * expected).norm()) < GRADIENT_TOLERANCE * factor * norm:
+                yield (
+                    f"the gradient of {count} micro-batches is {factor:.3g} times the gradient of "
+                    "the same sequences in one micro-batch: each loss is divided by the number of "
+                    "micro-batches, or multiplied by that of the ranks"
+                )
+                return
             yield (
                 f"the gradient of {len(parts.micro_batches)} micro-batches differs from the "
                 "gradient of the same sequences in one micro-batch by "

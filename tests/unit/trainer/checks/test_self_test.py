@@ -21,7 +21,7 @@ from grpo_trainer.model.reference import Reference
 from grpo_trainer.ranks import ALONE
 from tests.silent_faults import faults
 from tests.silent_faults.faults import Fault
-from tests.silent_faults.in_the_trainer import micro_batch_dropped
+from tests.silent_faults.in_the_trainer import divided_again, micro_batch_dropped
 from tests.unit.trainer.forward_rig import adapted, qwen
 from tests.unit.trainer.tiny_policy import optimizer_of
 
@@ -84,6 +84,7 @@ def dropout_on(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "micro-batch": (micro_batch_dropped, {}, "a micro-batch is left out"),
+    "divided": (divided_again, {}, "divided by the number of micro-batches"),
     "dropout": (dropout_on, {"lora_dropout": 0.5}, "dropout is on"),
 }
 
