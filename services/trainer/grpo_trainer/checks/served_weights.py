@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_core.clients.inference import Completion
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.model.adapter import adapter_scaled, without_dropout
+from grpo_trainer.model.adapter import adapted_layers, adapter_scaled, without_dropout
 from grpo_trainer.model.logprobs import (
     PROBE_LENGTH,
     logprobs_of,
@@ -275,6 +275,14 @@ class PublicationCheck:
 
     def _cause(self, served: Tensor, alignment: Alignment) -> str:
         base, previous, mean = mean_distance(served, self._base), alignment.previous, alignment.mean
+        for layer in adapted_layers(self._policy):
+            with adapter_scaled(self._policy, 0.0, layer):
+                without = mean_distance(served, self._logprobs())
+            if FAR_BETTER * without < min(base, previous, mean):
+                return (
+                    f"the server does not apply the adapter's part of {layer}; check that the "
+                    "published adapter contains the tensors of this layer"
+                )
         if FAR_BETTER * base < mean and base <= previous:
             return "the server serves the model that it was started with, without any training"
         if FAR_BETTER * previous < mean:

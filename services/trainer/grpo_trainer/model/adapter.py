@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -79,10 +80,14 @@ def _switched(modules: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def adapter_scaled(policy: CausalLM, factor: float) -> Iterator[None]:
-    """Multiply the adapter's part of every layer by `factor` inside the block. Changes nothing
-    without an adapter."""
-    found: list[Any] = [getattr(module, "scaling", None) for module in policy.modules()]
+def adapter_scaled(policy: CausalLM, factor: float, layer: str = "") -> Iterator[None]:
+    """Multiply the adapter's part of every layer, or of one, by `factor` inside the block. Changes
+    nothing without an adapter."""
+    found: list[Any] = [
+        getattr(module, "scaling", None)
+        for name, module in policy.named_modules()
+        if f"{name}.".startswith(f"{layer}." if layer else "")
+    ]
     scalings: list[dict[str, float]] = [scaling for scaling in found if isinstance(scaling, dict)]
     before = [dict(scaling) for scaling in scalings]
     for scaling in scalings:
@@ -92,6 +97,13 @@ def adapter_scaled(policy: CausalLM, factor: float) -> Iterator[None]:
     finally:
         for scaling, values in zip(scalings, before, strict=True):
             scaling.update(values)
+
+
+def adapted_layers(policy: CausalLM) -> list[str]:
+    """Names of the decoder layers that the adapter changes; none without one."""
+    names = (re.match(r".*\.layers\.\d+(?=\.)", name) for name in trained_parameters(policy))
+    has_adapter = any(isinstance(getattr(m, "scaling", None), dict) for m in policy.modules())
+    return list(dict.fromkeys(found[0] for found in names if found)) if has_adapter else []
 
 
 def adapter_dropouts(policy: CausalLM) -> list[nn.Dropout]:

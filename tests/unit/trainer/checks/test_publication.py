@@ -18,7 +18,7 @@ from grpo_trainer.checks.served_weights import (
     PublicationCheck,
 )
 from grpo_trainer.errors import ServedWeightsDiffer
-from grpo_trainer.model.adapter import adapter_scaled
+from grpo_trainer.model.adapter import adapted_layers, adapter_scaled
 from grpo_trainer.model.loading import TrainedWeights
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
@@ -90,12 +90,16 @@ def test_other_weights_are_refused_with_the_likely_cause(
         run.check.require(VERSION, "After step 3")
 
 
-def test_an_adapter_of_another_scale_and_dropout_in_the_check_are_named(model: str) -> None:
+def test_an_adapter_of_another_scale_or_without_a_layer_and_dropout_are_named(model: str) -> None:
     lora = replace(LORA, dropout=0.5)
     run = Run.of(TrainedWeights(model, lora).load(torch.float32).eval())
     with adapter_scaled(run.policy, 4.0):
         run.server.swap(run.policy, VERSION)
     with pytest.raises(ServedWeightsDiffer, match=r"by 4 times the trainer's scale"):
+        run.check.require(VERSION, "After step 2")
+    with adapter_scaled(run.policy, 0.0, adapted_layers(run.policy)[1]):
+        run.server.swap(run.policy, VERSION)
+    with pytest.raises(ServedWeightsDiffer, match=r"the adapter's part of \S+\.layers\.1;"):
         run.check.require(VERSION, "After step 2")
     run.server.swap(run.policy, VERSION)
     run.policy.train()
