@@ -53,9 +53,8 @@ class Variant:
     late: int
 
 
-RECEIPTS = Variant("With receipts, old data", True, STALE)
 VARIANTS = (
-    RECEIPTS,
+    Variant("With receipts", True, 0),
     Variant("Without receipts, new data", False, 0),
     Variant("Without receipts, old data", False, STALE),
 )
@@ -131,6 +130,9 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default=FLOAT32, choices=[FLOAT32, "bfloat16"])
     parser.add_argument("--against", choices=["trl", "archived"], help="try the faults there")
+    parser.add_argument(
+        "--variants", type=int, default=len(VARIANTS), help="runs of an environment's fault, of 3"
+    )
     parser.add_argument("--state", type=Path, help="keeps results of runs, to continue later")
     parser.add_argument("--results", type=Path, help="page whose sections are replaced")
     options = parser.parse_args()
@@ -141,7 +143,9 @@ def main() -> None:
         section, lines = other.SECTION, other.table(chosen, options.state)
     else:
         section = subject.section
-        lines = table([*rows_of(subject, chosen, Results(options.state))])
+        variants = VARIANTS[: options.variants]
+        rows = rows_of(subject, chosen, variants, Results(options.state))
+        lines = table([*rows], variants)
         if options.healthy_steps:
             lines += [healthy(subject, mode, options.healthy_steps) for mode in OF_TINY_MODEL]
     sys.stdout.write("\n".join([*lines, ""]))
@@ -149,15 +153,17 @@ def main() -> None:
         replace_section(options.results, section, lines)
 
 
-def rows_of(subject: Subject, faults: dict[str, Fault], results: Results) -> Iterator[Row]:
+def rows_of(
+    subject: Subject, faults: dict[str, Fault], variants: Sequence[Variant], results: Results
+) -> Iterator[Row]:
     with (
         tempfile.TemporaryDirectory() as directory,
         ExitStack() as stack,
     ):
         services = Services(subject, Path(directory), stack)
         for name, fault in faults.items():
-            variants = VARIANTS if fault.is_of_environment else (RECEIPTS,)
-            runs = {f"{name}, {variant.title}": variant for variant in variants}
+            tried = variants if fault.is_of_environment else VARIANTS[:1]
+            runs = {f"{name}, {variant.title}": variant for variant in tried}
             run = partial(_run, services, fault)
             yield Row(
                 name, fault, [results.get(key, partial(run, key, v)) for key, v in runs.items()]
@@ -175,21 +181,21 @@ def _run(services: Services, fault: Fault, name: str, variant: Variant) -> Resul
     return result
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Row], variants: Sequence[Variant]) -> list[str]:
     """Lines of markdown."""
-    titles = [variant.title for variant in VARIANTS]
+    titles = [variant.title for variant in variants]
     named = [row for row in rows if row.name in FAULTS]
     of_environment = [row for row in named if row.fault.is_of_environment]
     caught = sum(row.results[0].named is not None for row in named)
     by_numbers = [
-        sum(row.results[i].named is not None for row in of_environment)
-        for i in range(1, len(VARIANTS))
+        f"{sum(row.results[i].named is not None for row in of_environment)} {variant.title.lower()}"
+        for i, variant in enumerate(variants)
     ]
     also = [row.results[0].named is not None for row in rows if row.name in ALSO]
     return [
         f"{caught} of {len(named)} faults are named, and {sum(also)} of {len(also)} further ones. "
-        f"Of the {len(of_environment)} faults of environments and relays, "
-        f"{by_numbers[0]} are named without receipts on new data, and {by_numbers[1]} on old data.",
+        f"Of the {len(of_environment)} faults of environments and relays, the trainer names "
+        f"{'; '.join(by_numbers)}.",
         "",
         f"| Fault | Injected | {' | '.join(titles)} | By |",
         "|---|---|" + "---|" * (len(titles) + 1),

@@ -100,7 +100,7 @@ def _sent(faults: dict[str, Fault]) -> dict[str, str]:
         http.post(f"{url}/register", json=REGISTRATION).raise_for_status()
         for name, fault in faults.items():
             group = fault.change(_group(), _ids()).model_dump()
-            times = 2 if fault.producer.keys() & {"sends_twice", "repeats_after"} else 1
+            times = 2 if fault.producer.keys() & {"sends_twice", "repeats"} else 1
             for _ in range(times):
                 answer = http.post(f"{url}/scored_data", json=group)
             if answer.is_error:

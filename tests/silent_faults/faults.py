@@ -1,6 +1,6 @@
 """The faults: how each is injected, and the words by which the trainer must name its cause.
 
-A fault of the environment, or of a relay behind it, begins with the fourth batch. A fault of the
+A fault of the environment, or of a relay behind it, begins with the second batch. A fault of the
 trainer's code, of a file or of the server is there from the start.
 """
 
@@ -159,7 +159,7 @@ FAULTS = {
     "duplicated batch": Fault(
         "run-api hands out the first batch again",
         ("were already in the batch of step 0",),
-        producer={"repeats_after": 3},
+        producer={"repeats": True},
     ),
     "group sent twice under two keys": Fault(
         "each batch contains a group twice",
@@ -204,7 +204,7 @@ FAULTS = {
     ),
     "adapter without a layer": Fault(
         "the published adapter lacks a layer",
-        ("layers.1.",),
+        ("does not apply the adapter's part of",),
         sabotage=trainer.adapter_without_layer,
         mode=LORA,
     ),

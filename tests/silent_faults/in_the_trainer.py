@@ -98,7 +98,7 @@ def dropout_in_the_check(patch: Patch) -> None:
 
 def reference_is_policy(patch: Patch) -> None:
     patch.setattr(
-        learner, "build_reference", lambda policy, forward, _: Reference(policy, forward, False)
+        learner, "build_reference", lambda policy, forward, *_: Reference(policy, forward, False)
     )
 
 

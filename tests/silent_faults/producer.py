@@ -23,9 +23,9 @@ from tests.fixtures.inference import InferenceServer
 from tests.silent_faults.exercise import GROUP_SIZE, TINY, Exercise, TokenIds, tokenizer_of
 from tests.support.wait import wait_for
 
-FAULT_FROM = 3
-"""Number of batches before the fault."""
-DEADLINE_S = 300.0
+FAULT_FROM = 1
+"""Number of batches before the fault, of which repeated ones are copies."""
+DEADLINE_S = 600.0
 SUMS = [(a, b) for a in range(10) for b in range(10)]
 FIRST, OTHERS = SUMS[::7], [numbers for numbers in SUMS[::3] if numbers not in SUMS[::7]]
 """No sum occurs twice in the first batches. Otherwise two groups of one version and one sum would
@@ -55,7 +55,7 @@ class Producer:
         sends_twice: the second group of a batch is the first one again, under another key
         batches_late: the number of batches in the queue, and so of steps between sampling a batch
             and training on it
-        repeats_after: after so many batches, the first one is submitted again and again
+        repeats: the first batch is submitted again and again
         paced: True to sample one batch per step; False to sample without waiting
     """
 
@@ -72,7 +72,7 @@ class Producer:
     receipts: bool = True
     sends_twice: bool = False
     batches_late: int = 0
-    repeats_after: int | None = None
+    repeats: bool = False
     paced: bool = True
 
     def __post_init__(self) -> None:
@@ -114,8 +114,7 @@ class Producer:
                 groups = self._changed(groups)
             if is_faulty and self.sends_twice:
                 groups[1] = groups[0]
-            repeats = self.repeats_after is not None and number >= self.repeats_after
-            sent.append(sent[0] if repeats else groups)
+            sent.append(sent[0] if is_faulty and self.repeats else groups)
             self._send(sent[-1])
 
     def _send(self, batch: list[ScoredGroup]) -> None:

@@ -74,7 +74,7 @@ class Site:
             "gradient_accumulation_steps": 2,
             "seq_len": 128,
             "lr": self.exercise.lr,
-            "batch_deadline_s": 120.0,
+            "batch_deadline_s": 600.0,
             "save_path": directory / "saved",
             "checkpoint_interval": 0,
             "metrics_file": directory / "metrics.jsonl",
