@@ -53,9 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
             raw = gzip.decompress(raw)
         name, body = f"{self.command} {self.path}", json.loads(raw or b"{}")
         self.stub.seen.append((name, body))
-        status, answer, *headers = self.stub.routes[name](body)
+        route = self.stub.routes.get(name, lambda _: (404, {"detail": "Not Found"}))
+        status, answer, *headers = route(body)
         payload = json.dumps(answer).encode()
         self.send_response(status)
+        if self.close_connection:
+            self.send_header("connection", "close")
         for header, value in (headers[0] if headers else {}).items():
             self.send_header(header, value)
         self.send_header("content-type", "application/json")

@@ -127,7 +127,9 @@ async def open_engine(
     if any(task.is_conversation or task.drives_itself for task in tasks.tasks):
         requests *= max(settings.group_size, settings.eval_samples)
     async with (
-        InferencePool(urls, settings.request_deadline_s, requests, api_key) as pool,
+        InferencePool(
+            urls, settings.request_deadline_s, requests, api_key, tokenizer=template.tokenizer
+        ) as pool,
         _teacher(settings, template) as teacher,
     ):
         with engine_on(pool.generate, settings, template, teacher) as engine:

@@ -14,6 +14,10 @@ from typing import Any
 from grpo_core.weights.directory_checks import HEAD, UnusableWeights
 
 TOKENIZER = "tokenizer.json"
+PROBE_TEXT = (
+    "The answer is 12.5 (see def f(x): return x ** 2), isn't it?\n\tÜber 1234567  naïve 你好"
+)
+"""Its blanks, numbers, words and scripts show the rules of a tokenizer."""
 _LISTED = 3
 
 
@@ -63,12 +67,32 @@ def load_tokenizer(name: str, transformers: Any, **options: Any) -> Any:
     and answers become others.
 
     Args: options: of `from_pretrained`
+
+    Raises:
+        UnusableWeights: transformers changes the tokenizer of the file, as the other files tell it.
     """
     file = transformers.utils.cached_file(
         name, TOKENIZER, _raise_exceptions_for_missing_entries=False
     )
-    loader = transformers.AutoTokenizer if file is None else transformers.PreTrainedTokenizerFast
-    return loader.from_pretrained(name, **options)
+    if file is None:
+        return transformers.AutoTokenizer.from_pretrained(name, **options)
+    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(name, **options)
+    of_file = type(loaded.backend_tokenizer).from_file(file)
+    expected = of_file.encode(PROBE_TEXT, add_special_tokens=False).ids
+    found = token_ids(loaded, PROBE_TEXT)
+    if found != expected:
+        raise UnusableWeights(
+            f"the tokenizer of {name}: {TOKENIZER} encodes {PROBE_TEXT!r} as {expected}, but "
+            f"transformers makes {found} of it; restore the tokenizer_config.json that belongs to "
+            f"this {TOKENIZER}"
+        )
+    return loaded
+
+
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """Of a text that holds its special tokens already. Args: tokenizer: of transformers"""
+    found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return found
 
 
 def save_pretrained(model: Any, directory: Path, **options: Any) -> None:

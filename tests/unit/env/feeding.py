@@ -22,6 +22,8 @@ from tests.support.wait import DEADLINE_S
 class CannedTemplate:
     """Every prompt has the tokens of the canned answers."""
 
+    tokenizer = None
+
     def prompt_ids(self, _prompt: str | Sequence[Message], _tools: object = ()) -> list[int]:
         return PROMPT
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
+from typing import Any
 
 import httpx
 import structlog
@@ -20,6 +22,7 @@ from grpo_core.errors import (
     ServiceUnavailable,
     parsing,
 )
+from grpo_core.weights.model_files import PROBE_TEXT, token_ids
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.places import Place
 
@@ -40,12 +43,20 @@ class SharedWeightsHaveOneServer(GrpoError):
     """`--inference-url` names several servers, but in `shared_vllm` a run has only one server."""
 
 
+class ServerTokenizerDiffers(GrpoError):
+    """Server and environment have different tokenizers, so the policy would get other texts."""
+
+
 class _BridgeState(BaseModel):
     """The fields of `GET /bridge/info` that an environment reads."""
 
     name: str = ""
     shared_weights: bool = False
     policy_version: PolicyVersion | None = None
+
+
+class _Tokens(BaseModel):
+    tokens: list[int]
 
 
 class HealthClient(AsyncServiceClient):
@@ -58,6 +69,7 @@ class HealthClient(AsyncServiceClient):
         others: number of the other servers that `--inference-url` names
         api_key: the server's API key; None if it needs none
         attempt_s: limit on one probe; a longer one is shortened
+        tokenizer: of the environment, from transformers: compared with the server's
     """
 
     def __init__(
@@ -66,6 +78,7 @@ class HealthClient(AsyncServiceClient):
         others: int = 0,
         api_key: str | None = None,
         attempt_s: float = _ATTEMPT_S,
+        tokenizer: Any = None,
     ) -> None:
         attempt_s = min(_ATTEMPT_S, attempt_s)
         super().__init__(
@@ -74,6 +87,7 @@ class HealthClient(AsyncServiceClient):
         self.name: str | None = None
         self.asks_name = others > 0
         self._others = others
+        self._tokenizer = tokenizer
 
     async def problem(self) -> Exception | None:
         """Query the server's health once. Returns None if it is healthy.
@@ -81,12 +95,15 @@ class HealthClient(AsyncServiceClient):
         Raises:
             SharedWeightsHaveOneServer: a trainer writes the server's weights in place, and
                 `--inference-url` names other servers too.
+            ServerTokenizerDiffers: it encodes a text in another way than the environment.
         """
         try:
             # A new connection each time: an open one does not tell whether a host is silent.
             await self.send_once("GET", "/health", headers={"connection": "close"})
             if self.asks_name and self.name is None:
                 await self._ask_name()
+            if self._tokenizer is not None:
+                await self._require_same_tokenizer()
         except RequestRefused as error:
             return NotAnInferenceServer(
                 f"{error}; {self.base_url} is not vllm-api-server; check --inference-url"
@@ -110,6 +127,23 @@ class HealthClient(AsyncServiceClient):
                 "pass only one URL in --inference-url, or use a mode other than shared_vllm"
             )
         self.name = state.name
+
+    async def _require_same_tokenizer(self) -> None:
+        """Of the first healthy server here. One without the route is not asked."""
+        own, body = token_ids(self._tokenizer, PROBE_TEXT), {"prompt": PROBE_TEXT}
+        with suppress(RequestRefused):
+            answer = await self.send_once(
+                "POST", "/tokenize", json=body | {"add_special_tokens": False}
+            )
+            with parsing(f"{SERVICE}: the response from /tokenize is invalid"):
+                served = _Tokens.model_validate_json(answer.content).tokens
+            if served != own:
+                raise ServerTokenizerDiffers(
+                    f"{self.base_url} encodes {PROBE_TEXT!r} as {served}, but the tokenizer "
+                    f"{self._tokenizer.name_or_path} of this environment as {own}; pass the "
+                    "server's model as --model or --tokenizer"
+                )
+        self._tokenizer = None
 
     async def served_version(self) -> PolicyVersion | ServiceUnavailable | None:
         """The version of the served policy. None: the server has no bridge. The error: it did not

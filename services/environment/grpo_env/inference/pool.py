@@ -48,6 +48,7 @@ class InferencePool(ClosesOnAsyncExit):
         api_key: the servers' API key; None if they need none.
         clock: in seconds; measures deadlines and how long a server has not served.
         lookup: of the addresses of names.
+        tokenizer: see `HealthClient`.
 
     `servers`: all that something names, or that still answer a request.
     """
@@ -60,12 +61,14 @@ class InferencePool(ClosesOnAsyncExit):
         api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         lookup: Lookup = addresses_of,
+        tokenizer: Any = None,
     ) -> None:
         self.deadline_s = deadline_s
         self.clock = clock
         self._others = len(urls) - 1
         self._max_requests = max_requests
         self._api_key = api_key
+        self._tokenizer = tokenizer
         self._named = NamedServers(urls, lookup)
         self.servers: list[PooledServer] = []
         self._picks = 0
@@ -104,6 +107,7 @@ class InferencePool(ClosesOnAsyncExit):
                 answered with a status 5xx that a repeat would not change.
             NoGenerateRoute: the server has no such route.
             SharedWeightsHaveOneServer: one of several servers shares its weights with a trainer.
+            ServerTokenizerDiffers: a server has another tokenizer than the environment.
         """
         home = home or Home()
         deadline = Deadline(self.deadline_s, self.clock)
@@ -192,7 +196,7 @@ class InferencePool(ClosesOnAsyncExit):
                 token=self._api_key,
                 address=place.address,
             ),
-            HealthClient(place, others, self._api_key),
+            HealthClient(place, others, self._api_key, tokenizer=self._tokenizer),
             # Half of the deadline remains for another server.
             min(_GONE_AFTER_S, self.deadline_s / 2),
             self._standing_changed,

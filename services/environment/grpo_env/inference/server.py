@@ -188,8 +188,7 @@ class PooledServer(ServerStanding):
         self._probe_now.set()
 
     async def _watch(self) -> None:
-        """Probe the server for ever. Raises `SharedWeightsHaveOneServer`: a trainer writes the
-        server's weights in place, and `--inference-url` names other servers."""
+        """Probe the server for ever. Raises the errors of `HealthClient.problem`."""
         while True:
             began_at = self._clock()
             self.record_probe(await self._health.problem(), began_at)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from grpo_core.errors import GrpoError
+from grpo_core.weights.directory_checks import UnusableWeights
 from grpo_core.weights.model_files import load_tokenizer
 from grpo_env.maths.final_answer import THINK_TAG
 from grpo_env.tasks import Message, MessagesUnusable
@@ -256,13 +257,15 @@ def load_template(tokenizer_name: str, arguments: Mapping[str, Any] | None = Non
     Args: arguments: of the template, for example `{"enable_thinking": False}`
 
     Raises:
-        TokenizerUnusable: the tokenizer is missing or has no chat template.
+        TokenizerUnusable: the tokenizer is missing, differs from its file or has no chat template.
     """
     try:
         with hidden_torch():
             import transformers
 
             tokenizer = load_tokenizer(tokenizer_name, transformers)
+    except UnusableWeights as error:
+        raise TokenizerUnusable(str(error)) from error
     except Exception as error:  # tokenizers raises nothing more specific
         raise TokenizerUnusable(
             f"no tokenizer at {tokenizer_name!r} ({error}); name one with --model or --tokenizer"

@@ -26,6 +26,7 @@ from grpo_core.errors import (
     ServiceUnavailable,
     parsing,
 )
+from grpo_core.weights.model_files import PROBE_TEXT, token_ids
 from grpo_core.wire.fields import MASKED
 from grpo_env.rollout.chat_template import ChatTemplate
 from grpo_env.rollout.groups import FailureReason, GroupLost, TrainingSequence
@@ -33,7 +34,6 @@ from grpo_env.tasks import Message
 
 SERVICE = "teacher"
 _HINT = "start the teacher's server, or check --teacher-url"
-_PROBE_TEXT = "The answer is 12.5 (see def f(x): return x ** 2), isn't it?\n\tÜber naïve 你好"
 _PROBE_IDS = 128
 """Token ids of the whole vocabulary that are compared, besides those of the text and special
 ones."""
@@ -217,7 +217,7 @@ def _probe_ids(tokenizer: Any) -> list[int]:
     """Different token ids of the student, in order."""
     size = len(tokenizer)
     spread = {round(i * (size - 1) / (_PROBE_IDS - 1)) for i in range(_PROBE_IDS)}
-    text = tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
+    text = token_ids(tokenizer, PROBE_TEXT)
     return sorted({*spread, *text, *tokenizer.all_special_ids})
 
 

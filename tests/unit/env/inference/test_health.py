@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 from structlog.testing import capture_logs
@@ -9,16 +11,21 @@ from structlog.testing import capture_logs
 from grpo_core.clients.service import TransientAnswer
 from grpo_core.errors import OtherProtocol, ServiceUnavailable
 from grpo_core.protocol import PROTOCOL_HEADER
+from grpo_core.weights.model_files import PROBE_TEXT, token_ids
 from grpo_env.inference import health
 from grpo_env.inference.health import (
     HealthClient,
     NotAnInferenceServer,
     PoolState,
     ServerStanding,
+    ServerTokenizerDiffers,
     SharedWeightsHaveOneServer,
 )
 from grpo_env.inference.places import Place
+from grpo_env.inference.pool import InferencePool
 from grpo_env.inference.waiting import wait_for_servers
+from grpo_env.rollout.chat_template import load_template
+from tests.support.canned import generate_answer
 from tests.support.http_stub import Route, stub_server
 from tests.unit.env.inference.engine import engines
 
@@ -80,6 +87,31 @@ async def test_weights_that_are_written_in_place_have_one_server() -> None:
             await wait_for_servers([alone.url, other.url], GENEROUS_S)
         with pytest.raises(SharedWeightsHaveOneServer, match=f"weights of {shared.url} in place"):
             await wait_for_servers([alone.url, shared.url], GENEROUS_S)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_a_server_with_another_tokenizer_is_refused_with_both_lists(
+    is_same: bool, tokenizer_dir: Path
+) -> None:
+    ours = load_template(str(tokenizer_dir)).tokenizer
+    own = token_ids(ours, PROBE_TEXT)
+    served = own if is_same else [*own[:3], *own[4:]]
+    routes: dict[str, Route] = {
+        "GET /health": lambda _: (200, {}),
+        "POST /tokenize": lambda _: (200, {"tokens": served}),
+        "POST /generate": lambda _: (200, generate_answer(["7"])),
+    }
+    with stub_server(routes) as server:
+        async with InferencePool([server.url], GENEROUS_S, 8, tokenizer=ours) as pool:
+            if is_same:
+                assert (await pool.generate([1], max_tokens=1)).text == ["7"]
+                assert await pool.servers[0]._health.problem() is None
+            else:
+                with pytest.raises(ServerTokenizerDiffers) as refused:
+                    await pool.generate([1], max_tokens=1)
+                assert all(str(ids) in str(refused.value) for ids in (own, served))
+        asked = server.bodies("POST /tokenize")
+    assert asked == [{"prompt": PROBE_TEXT, "add_special_tokens": False}]
 
 
 REFUSED = httpx.ConnectError("refused")

@@ -149,6 +149,9 @@ def test_the_rules_of_tokenizer_json_hold_whatever_class_its_model_names(
     text = "3 + 4 =\n\n what"
     template = load_template(str(named))
     assert template.tokenizer.decode(template.prompt_ids(text)) == text
+    file.write_text(json.dumps(words | {"extra_special_tokens": ["answer"]}))
+    with pytest.raises(TokenizerUnusable, match="but transformers makes "):
+        load_template(str(named))
     (named / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerUnusable, match="no tokenizer at"):
         load_template(str(named))
