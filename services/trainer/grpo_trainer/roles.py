@@ -196,6 +196,7 @@ class Lead:
 
     def leave(self) -> None:
         """The run is over."""
+        self.checks.report_abstentions()
         self.learner.orders.end()
 
     def stop(self) -> None:

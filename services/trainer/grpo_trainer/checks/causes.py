@@ -131,8 +131,9 @@ def recomputed(policy: CausalLM, table: TokenTable, batch: Batch) -> Iterator[Hy
     the best-fitting one differs from the stated one."""
     if len(table) < MIN_TOKENS:
         return
-    logits = logits_of(policy, table, batch)  # [N, V]
-    ids = torch.cat([tokens[trained] for tokens, trained in _sequences(table, batch)])
+    sequences = tokens_of(table, batch)
+    logits = logits_of(policy, sequences)  # [N, V]
+    ids = torch.cat([tokens[trained] for tokens, trained in sequences])
     columns = (ids, table.behaviour_logp, table.temperature)
     targets, logged, stated = (column.to(logits.device) for column in columns)
 
@@ -211,6 +212,10 @@ PASS_TOKENS = 1024
 """Number of tokens in one forward pass; a longer sequence has one of its own."""
 
 
+SequenceTokens = list[tuple[Tensor, Tensor]]
+"""Of each sequence the tokens up to the last trained one, and the positions of those that count."""
+
+
 def subsample(table: TokenTable) -> TokenTable:
     """A sample that is cheap to compute again: the first and the last tokens of at most 64
     sequences, spread over the batch."""
@@ -227,10 +232,9 @@ def subsample(table: TokenTable) -> TokenTable:
 
 
 @torch.no_grad()
-def logits_of(policy: CausalLM, table: TokenTable, batch: Batch) -> Tensor:
-    """[N, V] float32, the logits that predict the table's tokens."""
+def logits_of(policy: CausalLM, sequences: SequenceTokens) -> Tensor:
+    """[N, V] float32, the logits that predict the tokens that count."""
     device = device_of(policy)
-    sequences = _sequences(table, batch)
     logits: dict[int, Tensor] = {}  # by index of the sequence
     with without_dropout(policy), uncompiled():
         for part in by_length([tokens[:-1].tolist() for tokens, _ in sequences], PASS_TOKENS):
@@ -241,8 +245,8 @@ def logits_of(policy: CausalLM, table: TokenTable, batch: Batch) -> Tensor:
     return torch.cat([logits[i] for i in range(len(sequences))])
 
 
-def _sequences(table: TokenTable, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """Of each sequence the tokens up to the last trained one, and the positions of the table's."""
+def tokens_of(table: TokenTable, batch: Batch) -> SequenceTokens:
+    """Those of the table count."""
     found = []
     for number in table.sequences():
         trained = table.position[table.sequence == number]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from torch import Tensor
 
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checks.evidence import Movement
 from grpo_trainer.checks.findings import CheckName, Finding, FindingLog
 from grpo_trainer.checks.groups import GroupCheck
 from grpo_trainer.checks.rollouts import RolloutCheck, ServedLogprobs, fresh_tokens
-from grpo_trainer.checks.sampling import RatioCheck, SamplingCheck
+from grpo_trainer.checks.sampling import RatioCheck, SamplingCheck, UnfilteredGroups
 from grpo_trainer.data.collate import Batch
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, tolerance_of
@@ -38,12 +40,13 @@ class DataChecks:
         policy, reference = learner.policy, learner.reference
         uses_scores = learner.settings.resolved_objective.reward_coef > 0
         self._groups = GroupCheck(end_tokens_of(policy), uses_scores)
-        self._ratios = RatioCheck()
-        self._sampling = SamplingCheck(policy, learner.forward)
+        self._ratios, self._sampling = RatioCheck(), SamplingCheck()
+        self._unfiltered = UnfilteredGroups()
+        self._movement = Movement(policy)
         self._reference = None if reference is None else ReferenceCheck(reference)
-        self._rollouts = RolloutCheck(policy, served_logprobs, tolerance)
+        self._rollouts = RolloutCheck(policy, served_logprobs, tolerance, self._movement)
         self._log = FindingLog()
-        self.failed = 0
+        self._batches = self.failed = 0
 
     def before_update(
         self,
@@ -59,22 +62,42 @@ class DataChecks:
         Raises:
             RolloutMismatch: the error of `RolloutCheck`.
         """
-        is_logged = table.of_sequences(sequence.is_logged for sequence in batch.sequences)
-        env_ids = [sequence.group.env_id for sequence in batch.sequences]
-        ratios = [*self._ratios.findings(table.where(is_logged), env_ids)]
+        self._batches += 1
+        self._movement.remember(batch, table, held)
+        sampled = [*self._of_sampling(batch, table, held)]
         self.failed = self._log.report(
             [
                 *self._groups.findings(batch.sequences, held),
-                *ratios,
-                *self._sampling.findings(table, is_logged, batch, held),
+                *sampled,
                 *(() if self._reference is None else self._reference.findings(held.step)),
             ],
             held.step,
         )
-        doubted = {finding.env_id for finding in ratios}
+        doubted = {one.env_id for one in sampled if one.check is CheckName.IMPORTANCE_RATIO}
         of_rollouts = self._rollouts.findings(batch, table, held, doubted)
         self.failed += self._log.report(of_rollouts, held.step)
+        self._log.abstained[CheckName.TEMPERATURE] += self._rollouts.is_moot
         return Distance.of(table.where(fresh_tokens(table, batch, held)))
+
+    def _of_sampling(
+        self, batch: Batch, table: TokenTable, held: PolicyVersion
+    ) -> Iterator[Finding]:
+        flags = zip(batch.sequences, self._unfiltered.of(batch), strict=True)
+        table = table.where(table.of_sequences(s.is_logged and is_free for s, is_free in flags))
+        ratios, ends = self._ratios, self._sampling
+        ratios.evidence.is_moot = ends.evidence.is_moot = False
+        env_ids = [sequence.group.env_id for sequence in batch.sequences]
+        for env_id in dict.fromkeys(env_ids):
+            mine = table.where(table.of_sequences(other == env_id for other in env_ids))
+            moved = partial(self._movement.total_variation, env_id, batch)
+            yield from ratios.findings(mine, env_id, moved)
+            yield from ends.findings(mine, env_id, held.step, moved)
+        self._log.abstained[CheckName.IMPORTANCE_RATIO] += ratios.evidence.is_moot
+        self._log.abstained[CheckName.TRUNCATED_SAMPLING] += ends.evidence.is_moot
+
+    def report_abstentions(self) -> None:
+        """At the end of a run."""
+        self._log.report_abstentions(self._batches)
 
     def after_update(self, optimizer: MasterOptimizer, step: int) -> None:
         unchanged = optimizer.unchanged_fraction()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,7 +29,6 @@ class CheckName(StrEnum):
     TEMPERATURE = "temperature"
     SINGLE_TOKENS = "single_tokens"
     TRUNCATED_SAMPLING = "truncated_sampling"
-    OTHER_TOKENS = "other_tokens"
     REFERENCE_MOVED = "reference_moved"
     LOST_UPDATE = "lost_update"
 
@@ -45,9 +45,12 @@ class Finding:
 
 
 class FindingLog:
-    """Warns of findings: of each check and environment at most every 50 steps."""
+    """Warns of findings: of each check and environment at most every 50 steps.
+
+    `abstained`: by check, number of batches that it could not judge."""
 
     def __init__(self) -> None:
+        self.abstained: Counter[CheckName] = Counter()
         self._warned_at: dict[tuple[CheckName, int | None], int] = {}
 
     def report(self, findings: Iterable[Finding], step: int) -> int:
@@ -68,6 +71,18 @@ class FindingLog:
                 hint=finding.hint,
             )
         return count
+
+    def report_abstentions(self, batches: int) -> None:
+        """At the end of a run of so many batches."""
+        for check, abstained in (+self.abstained).items():
+            log.info(
+                "check.abstained",
+                check=str(check),
+                abstained=abstained,
+                batches=batches,
+                reason="the policy had moved so far since it sampled these batches that its "
+                "movement may explain the differences, or the movement could not be measured",
+            )
 
 
 STEPS_IN_A_ROW = 3

@@ -27,6 +27,10 @@ MIN_EQUAL_GROUPS = 32
 MIN_COMPARED, SEVERAL_SCORES = 112, 3
 """Fewer groups prove as much if they have several scores and many completions (16 groups of 8): a
 grader that tells so many answers apart would do so within some group."""
+RECORDS, MIN_AHEAD = 8, 5
+"""Served versions that run-api recorded, and of the newest ones those that completions were ahead
+of. Redis can learn of a version late, which looks the same, but seldom of 5 of 8 versions: if it is
+late for 1 of 100, with a probability of 56e-10."""
 FIRST_BATCHES = 3
 """In so many batches, at least two completions should have different scores."""
 
@@ -42,6 +46,11 @@ unfinished: completions that reached the token limit without an end token
 unfinished_best: those of them with the best score of the batch
 finished: completions that end with an end token
 """
+
+
+Records = dict[PolicyVersion, bool]
+"""By the version that was served when run-api received completions, as Redis had learned it:
+whether some of them state a newer one."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ class GroupCheck:
             lambda: deque(maxlen=WINDOW_BATCHES)
         )
         self._beginnings: defaultdict[int | None, _Beginning] = defaultdict(_Beginning)
+        self._records: defaultdict[int | None, Records] = defaultdict(dict)
 
     def findings(
         self, sequences: Sequence[UsableSequence], current: PolicyVersion
@@ -94,7 +104,7 @@ class GroupCheck:
             by_env[sequence.group.env_id].append(sequence)
         for env_id, mine in by_env.items():
             yield from self._of_masks(env_id, mine)
-            yield from _of_versions(env_id, mine, current)
+            yield from _of_versions(env_id, mine, current, self._records[env_id])
             # Advantages from the environment need no scores.
             groups = [sequence.group for sequence in mine if sequence.index == 0]
             scored = [group for group in groups if self._uses_scores and not group.advantages]
@@ -175,24 +185,31 @@ class GroupCheck:
 
 
 def _of_versions(
-    env_id: int | None, sequences: Iterable[UsableSequence], current: PolicyVersion
+    env_id: int | None,
+    sequences: Iterable[UsableSequence],
+    current: PolicyVersion,
+    records: Records,
 ) -> Iterator[Finding]:
-    ahead = [
-        (sequence.versions[1], newest)
-        for sequence in sequences
-        if sequence.versions
-        and sequence.versions[1] > (newest := sequence.received_under or current)
-    ]
-    if ahead:
-        last, newest = max(ahead)
+    """Certain of versions that the trainer has not published yet. Args: records: is updated"""
+    ahead = Counter[tuple[PolicyVersion, PolicyVersion]]()
+    for sequence in sequences:
+        if sequence.versions is None:
+            continue
+        last, served = sequence.versions[1], sequence.received_under or current
+        ahead[last, min(served, current)] += last > min(served, current)
+        records[served] = records.get(served, False) or last > served
+    for version in sorted(records)[:-RECORDS]:
+        del records[version]
+    last, newest = max(ahead, default=(current, current))
+    if last > current or sum(records.values()) >= MIN_AHEAD:
         yield Finding(
             CheckName.VERSION_AHEAD,
             env_id,
-            f"{len(ahead)} completions state a policy version that did not exist yet, for example "
-            f"{tuple(last)} when {tuple(newest)} was served",
+            f"{ahead.total()} completions state a policy version that did not exist yet, for "
+            f"example {tuple(last)} when {tuple(newest)} was served",
             "let the environment send the version of the server's response, which sampled the "
             "tokens, and not a version that it requests later. If the server's log has the event "
-            "served_version.save_delayed, only its record in Redis was late",
+            "served_version.save_delayed several times, Redis answers too late",
         )
 
 

@@ -7,7 +7,10 @@ hides a single wrong token, so each fresh token is also checked alone (`single_t
 
 For older completions a difference alone proves nothing, because the policy has moved. They end the
 run only if one hypothesis explains the difference: nearly all of it in one batch, or most of it in
-two batches in a row.
+two batches in a row. A policy that becomes more certain looks like another temperature. By the
+triangle inequality, no temperature reduces the difference of healthy logprobs by more than the
+whole movement of the policy, so one counts only if it does. Without a measured movement, the check
+of the temperature abstains.
 
 Completions of one prompt are sampled independently, so a long common beginning is improbable under
 the policy. If it is too improbable, it must be a prompt among the trained tokens.
@@ -33,6 +36,7 @@ from grpo_trainer.checks.causes import (
     shifted_logprobs,
     subsample,
 )
+from grpo_trainer.checks.evidence import Movement
 from grpo_trainer.checks.findings import CheckName, Finding
 from grpo_trainer.checks.served_weights import MISMATCH
 from grpo_trainer.data.collate import Batch
@@ -50,9 +54,6 @@ SUSPICIOUS = 0.05
 FAR_BETTER = 4.0
 """A hypothesis is believed without fresh completions if it reduces the difference by this factor in
 two batches in a row."""
-BETTER = 1.1
-"""Another temperature that reduces the difference by this factor in two checks in a row is
-reported."""
 DECISIVE = 16.0
 """The factor at which one batch is enough."""
 PROOF_TOKENS = 16
@@ -76,12 +77,24 @@ class RolloutCheck:
     policy: the trainer's, for hypotheses that need another forward pass
     served_logprobs: called only if a check fails
     tolerance: for the mean |difference| of fresh completions, given the data type
+    movement: of the policy
+
+    `is_moot`: another temperature explains some of the last batch's differences, but so may the
+    policy's movement.
     """
 
-    def __init__(self, policy: CausalLM, served_logprobs: ServedLogprobs, tolerance: float) -> None:
+    def __init__(
+        self,
+        policy: CausalLM,
+        served_logprobs: ServedLogprobs,
+        tolerance: float,
+        movement: Movement,
+    ) -> None:
         self._policy = policy
         self._served_logprobs = served_logprobs
         self._tolerance = tolerance
+        self._movement = movement
+        self.is_moot = False
         self._suspected: set[int | None] = set()
         self._tempered: set[int | None] = set()
 
@@ -101,6 +114,7 @@ class RolloutCheck:
         Raises:
             RolloutMismatch: names the environment, the numbers and the likeliest cause.
         """
+        self.is_moot = False
         is_fresh = fresh_tokens(table, batch, current)
         env_ids = [sequence.group.env_id for sequence in batch.sequences]
         for env_id in dict.fromkeys(env_ids):
@@ -143,6 +157,13 @@ class RolloutCheck:
         part = subsample(older)
         sent = part.mean_distance()
         tried = [*shifted_logprobs(part), *recomputed(self._policy, part, batch)]
+        other = next((h for h in tried if h.cause is Cause.TEMPERATURE), None)
+        if other is not None:
+            moved = self._movement.distance(env_id, batch)
+            if moved is None or sent - other.mean <= moved:
+                self.is_moot = True
+                tried.remove(other)
+                other = None
         factor = max((sent / max(h.mean, 1e-9) for h in tried), default=0.0)
         if factor >= DECISIVE or (factor >= FAR_BETTER and env_id in self._suspected):
             summary = (
@@ -155,12 +176,9 @@ class RolloutCheck:
         self._suspected.discard(env_id)
         if factor >= FAR_BETTER:
             self._suspected.add(env_id)
-        # Movement of the policy hides another temperature in part, but it does not look like one:
-        # in healthy runs the best temperature is within 2 % of the stated one.
-        other = next((h for h in tried if h.cause is Cause.TEMPERATURE), None)
         was_tempered = env_id in self._tempered
         self._tempered.discard(env_id)
-        if other is None or sent < BETTER * other.mean:
+        if other is None:
             return
         self._tempered.add(env_id)
         if was_tempered:
@@ -213,7 +231,9 @@ def groups_with_unlikely_prefix(table: TokenTable, sequences: Sequence[UsableSeq
     """
     shared = torch.tensor([sequence.shared_tokens for sequence in sequences])
     begun = table.where(table.position < shared[table.sequence])
-    surprise = (begun.logp + DRIFT_NATS).clamp(max=0.0)
+    # What the weights that sampled them gave them, if it was logged: the policy may have moved.
+    logged = begun.behaviour_logp.where(begun.behaviour_logp <= 0, begun.logp)
+    surprise = (torch.maximum(begun.logp, logged) + DRIFT_NATS).clamp(max=0.0)
     nats: defaultdict[int, float] = defaultdict(float)
     for number, value in zip(begun.sequence.tolist(), surprise.tolist(), strict=True):
         size = sequences[number].group.size

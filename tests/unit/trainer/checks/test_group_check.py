@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from structlog.testing import capture_logs
 from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.checks.findings import CheckName, FindingLog, RangeWatch
+from grpo_trainer.checks.findings import CheckName, Finding, FindingLog, RangeWatch
 from grpo_trainer.checks.groups import GroupCheck
 from grpo_trainer.data.groups import GroupLimits, sequences_of
 from grpo_trainer.errors import UnusableGroup, UnusableReason
@@ -107,6 +108,28 @@ def test_equal_scores_of_several_values_are_named_early() -> None:
     assert found([group()], *[hard_and_easy] * 4) == []
     of_two = [group(answers[:2], scores=[s] * 2, group_overrides=None) for s in (0, 0.25, 1)] * 2
     assert found([group()], *[of_two] * 5) == []
+
+
+def late(*steps: int) -> list[Finding]:
+    """Findings in a batch for each step that stated the version of that step when Redis had
+    recorded the previous one, and the version of the next step when it was recorded."""
+    check = GroupCheck(LIMITS.end_tokens)
+    names: list[Finding] = []
+    for step in range(1, 9):
+        stated = {"policy_version": [[[1, step], [1, step]]] * 4}
+        usable = sequences_of([group(group_overrides=stated)], LIMITS)
+        under = PolicyVersion(1, step - (step in steps))
+        batch = [replace(sequence, received_under=under) for sequence in usable]
+        names += check.findings(batch, PolicyVersion(1, 9))
+    return names
+
+
+def test_a_version_that_redis_learned_late_is_not_ahead_but_one_that_is_always_ahead_is() -> None:
+    assert late(2, 3, 4, 8) == []
+    one, *_ = late(*range(1, 9))
+    assert one.check is CheckName.VERSION_AHEAD
+    assert "4 completions" in one.reason
+    assert "(1, 5) when (1, 4) was served" in one.reason
 
 
 HONEST = {

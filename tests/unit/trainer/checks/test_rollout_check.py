@@ -21,10 +21,12 @@ from grpo_core.wire.fields import MASKED, PROMPT_LOGPROB
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_core.wire.scored_group import ScoredGroup
 from grpo_trainer.checks.causes import Cause
+from grpo_trainer.checks.evidence import Movement
 from grpo_trainer.checks.findings import Finding
 from grpo_trainer.checks.rollouts import (
     SINGLE_TOKEN_FACTOR,
     RolloutCheck,
+    ServedLogprobs,
     groups_with_unlikely_prefix,
     single_tokens,
 )
@@ -132,21 +134,30 @@ def unmasked(values: Callable[[list[int]], list[float]]) -> Fault:
     return fault
 
 
-def found(check: RolloutCheck, policy: Any, groups: list[ScoredGroup], step: int) -> list[Finding]:
+class Check(RolloutCheck):
+    """That of a policy that does not move, and that has remembered some tokens of older weights."""
+
+    def __init__(self, policy: Any, served: ServedLogprobs | None = None) -> None:
+        movement = Movement(policy)
+        super().__init__(policy, served or (lambda ids: logprobs(policy, ids)), TOLERANCE, movement)
+        batch = collated(*Sampler(policy).groups(), micro_batch_size=5)
+        table = accumulate_gradients(policy, batch, GRPO, step=0).tokens
+        movement.remember(batch, table, OLDER)
+
+
+def found(check: Check, policy: Any, groups: list[ScoredGroup], step: int) -> list[Finding]:
     batch = collated(*groups, micro_batch_size=5)
     table = accumulate_gradients(policy, batch, GRPO, step=step).tokens
-    return [*check.findings(batch, table, PolicyVersion(2, 8 + step))]
-
-
-def check_of(policy: Any) -> RolloutCheck:
-    return RolloutCheck(policy, lambda ids: logprobs(policy, ids), TOLERANCE)
+    now = PolicyVersion(2, 8 + step)
+    check._movement.remember(batch, table, now)
+    return [*check.findings(batch, table, now)]
 
 
 def judge(
-    policy: Any, batches: Sequence[list[ScoredGroup]], check: RolloutCheck | None = None
+    policy: Any, batches: Sequence[list[ScoredGroup]], check: Check | None = None
 ) -> tuple[int, str]:
     """(number of batches that passed, the mismatch's message or "")"""
-    check = check or check_of(policy)
+    check = check or Check(policy)
     for number, groups in enumerate(batches):
         try:
             found(check, policy, groups, step=0)
@@ -197,15 +208,21 @@ def test_a_mismatch_that_nothing_explains_lists_every_cause_in_order(policy: Any
         )
 
     groups = Sampler(policy, fault=too_low).groups()
-    _, message = judge(policy, [groups], RolloutCheck(policy, silent, TOLERANCE))
+    _, message = judge(policy, [groups], Check(policy, silent))
     places = [message.index(f"({i}) {cause}") for i, cause in enumerate(Cause, 1)]
     assert places == sorted(places)
     assert "the server did not answer (no answer)" in message
 
 
-@pytest.mark.parametrize("version", [OLDER, None])
 @pytest.mark.parametrize(
-    ("fault", "drift", "batches"), [("late", 0.02, 1), ("early", 0.3, 2), ("temperature", 0.05, 2)]
+    ("fault", "drift", "batches", "version"),
+    [
+        ("late", 0.02, 1, OLDER),
+        ("late", 0.02, 1, None),
+        ("early", 0.3, 2, OLDER),
+        ("early", 0.3, 2, None),
+        ("temperature", 0.05, 2, OLDER),
+    ],
 )
 def test_without_fresh_data_a_cause_is_believed_once_it_is_sure(
     policy: Any, fault: str, drift: float, batches: int, version: PolicyVersion | None
@@ -221,9 +238,22 @@ def test_without_fresh_data_a_cause_is_believed_once_it_is_sure(
 def test_another_temperature_behind_a_large_drift_is_reported_in_the_second_batch(
     policy: Any,
 ) -> None:
-    sampler, check = Sampler(policy, temperature=0.7, version=OLDER, drift=0.4), check_of(policy)
+    sampler, check = Sampler(policy, temperature=0.7, version=OLDER, drift=0.4), Check(policy)
     names = [[str(f.check) for f in found(check, policy, sampler.groups(), i)] for i in range(3)]
     assert names == [[], ["temperature"], ["temperature"]]
+
+
+@pytest.mark.parametrize("version", [OLDER, None])
+def test_a_policy_that_became_more_certain_is_no_other_temperature(version: Any) -> None:
+    """Its logits have grown by half, which is exactly what a temperature of 1.5 looks like. The
+    check abstains, and so it does if it does not know which weights sampled."""
+    policy = qwen(tie_word_embeddings=False, initializer_range=0.15)
+    groups, check = Sampler(policy, version=version).groups(), Check(policy)
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.5)
+    for _ in range(3):
+        assert found(check, policy, groups, step=0) == []
+        assert check.is_moot
 
 
 def test_a_suspicion_that_the_next_batch_does_not_share_is_forgotten(policy: Any) -> None:
@@ -277,7 +307,7 @@ def test_a_few_outliers_among_few_tokens_do_not_end_the_run_but_are_reported(pol
     """One token of 72 is wrong by 0.5: a mean of 0.007, seven times the tolerance."""
     first, *others = Sampler(policy).groups()
     honest = Sampler(policy, env_id=1).groups()
-    (one,) = found(check_of(policy), policy, [one_off(first), *others, *honest], step=0)
+    (one,) = found(Check(policy), policy, [one_off(first), *others, *honest], step=0)
     assert (one.check, one.env_id) == ("single_tokens", 0)
     assert "sampled 72 trained tokens" in one.reason
     assert "of 1 of them, in 1 completions, differ" in one.reason
@@ -298,14 +328,14 @@ def test_a_single_token_proves_nothing_near_the_noise_or_if_other_weights_may_ha
     policy: Any, options: dict[str, Any], by: float
 ) -> None:
     first, *others = Sampler(policy, **options).groups()
-    assert found(check_of(policy), policy, [one_off(first, by), *others], step=0) == []
+    assert found(Check(policy), policy, [one_off(first, by), *others], step=0) == []
 
 
 def test_a_completion_that_new_weights_continued_is_not_fresh(policy: Any) -> None:
     first, *others = Sampler(policy).groups()
     versions = [[OLDER, HELD], *[[HELD, HELD]] * (SIZE - 1)]
     continued = one_off(first).model_copy(update={"group_overrides": {"policy_version": versions}})
-    assert found(check_of(policy), policy, [continued, *others], step=0) == []
+    assert found(Check(policy), policy, [continued, *others], step=0) == []
 
 
 def test_rounded_logprobs_of_which_one_is_far_off_are_called_rounded() -> None:
