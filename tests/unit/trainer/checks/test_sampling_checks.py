@@ -162,9 +162,9 @@ def test_groups_that_an_environment_drops_do_not_shift_the_mean() -> None:
                 inference_logprobs=[[1.0, 1.0, -0.1]] * 4,
                 scores=scores,
             )
-            for scores in sent[:8].float().tolist()
+            for scores in sent[:32].float().tolist()
         ]
-        ratio = torch.where(sent[:8], 0.97 / 0.9, 0.3).flatten()
+        ratio = torch.where(sent[:32], 0.97 / 0.9, 0.3).flatten()
         table = table_of(ratio.log())
         chosen = table.of_sequences(free.of(Batch([], usable(*groups), (), groups)))
         mean += ratio.tolist()
