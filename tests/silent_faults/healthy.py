@@ -269,10 +269,16 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
     steps = sum(one["steps"] for one in found)
     alarms = sum(sum(one["warnings"].values()) + bool(one["error"]) for one in found)
     commits = ", ".join(dict.fromkeys(one["commit"] for one in found))
+    planned = sum(setting.steps for settings in SETTINGS.values() for setting in settings)
     return [
-        f"{steps:,} steps in {len(found)} settings, at commit {commits}: {alarms} warnings.",
+        f"Runs without any fault, of two groups of 8 completions a step. Of {planned:,} steps in "
+        f"{sum(map(len, SETTINGS.values()))} settings, `python -m tests.silent_faults.healthy` "
+        f"has taken {steps:,} in {len(found)}, at commit {commits}: {alarms} warnings or errors.",
         "",
-        "| Setting | Steps | Largest lag | Warnings | Abstained, in batches |",
+        "Groups with equal scores are sampled anew, as environments drop them. *Largest lag* is in "
+        "steps. *Abstained* counts the batches that a check could not judge.",
+        "",
+        "| Setting | Steps | Largest lag | Warnings | Abstained |",
         "|---|---|---|---|---|",
         *("| " + " | ".join(_cells(one)) + " |" for one in found),
         "",
