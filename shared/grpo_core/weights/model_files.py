@@ -78,6 +78,8 @@ def load_tokenizer(name: str, transformers: Any, **options: Any) -> Any:
         return transformers.AutoTokenizer.from_pretrained(name, **options)
     loaded = transformers.PreTrainedTokenizerFast.from_pretrained(name, **options)
     of_file = type(loaded.backend_tokenizer).from_file(file)
+    of_file.no_padding()  # of the batches that it was saved after, as the truncation is
+    of_file.no_truncation()
     expected = of_file.encode(PROBE_TEXT, add_special_tokens=False).ids
     found = token_ids(loaded, PROBE_TEXT)
     if found != expected:

@@ -129,9 +129,9 @@ class HealthClient(AsyncServiceClient):
         self.name = state.name
 
     async def _require_same_tokenizer(self) -> None:
-        """Of the first healthy server here. One without the route is not asked."""
+        """Of the first healthy server here. One that does not answer this is not asked again."""
         own, body = token_ids(self._tokenizer, PROBE_TEXT), {"prompt": PROBE_TEXT}
-        with suppress(RequestRefused):
+        with suppress(RequestRefused, TransientAnswer):
             answer = await self.send_once(
                 "POST", "/tokenize", json=body | {"add_special_tokens": False}
             )
@@ -141,7 +141,8 @@ class HealthClient(AsyncServiceClient):
                 raise ServerTokenizerDiffers(
                     f"{self.base_url} encodes {PROBE_TEXT!r} as {served}, but the tokenizer "
                     f"{self._tokenizer.name_or_path} of this environment as {own}; pass the "
-                    "server's model as --model or --tokenizer"
+                    "server's model as --model or --tokenizer. If it is that, upgrade the older of "
+                    "server and environment"
                 )
         self._tokenizer = None
 

@@ -80,8 +80,8 @@ class Bubblewrap(Sandbox):
                 inherited=[filter_fd, *namespace.inherited],
             )
             ended = await run_child(command)
-            is_ended = ended.reason == "finished"
-            if not namespace.has_run and (is_ended or not namespace.has_begun):
+            never_began = ended.reason == "timeout" and not namespace.has_begun
+            if not namespace.has_run and (ended.reason == "finished" or never_began):
                 said = ended.errors.strip() or f"{ended.reason}, status {ended.status}"
                 raise SandboxFailed(f"bwrap did not run a program: {said}")
             return ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,8 +22,10 @@ def lost_lines(run: RunDirectory) -> list[str]:
               3 of 4 attempts at training row 8 of my.jsonl: 2 failed_rollout, 1 too_long
     """
     files = sorted(run.untrained.glob(f"*/{LOST_GROUPS}"))
-    whole = [line for file in files for line in file.read_text().split("\n")[:-1]]
-    lost = [json.loads(line) for line in whole]
+    lost = []
+    for line in (line for file in files for line in file.read_text().split("\n")):
+        with contextlib.suppress(json.JSONDecodeError):  # a full disk ends a line early
+            lost.append(json.loads(line))
     items = defaultdict(list)
     for one in lost:
         items[one["task"], one["item"]].append(one)

@@ -149,6 +149,11 @@ def test_the_rules_of_tokenizer_json_hold_whatever_class_its_model_names(
     text = "3 + 4 =\n\n what"
     template = load_template(str(named))
     assert template.tokenizer.decode(template.prompt_ids(text)) == text
+    saved = json.loads((named / "tokenizer.json").read_text())
+    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}  # as after training on batches
+    (named / "tokenizer.json").write_text(json.dumps(saved | {"padding": padding}))
+    assert template.prompt_ids(text) == load_template(str(named)).prompt_ids(text)
     file.write_text(json.dumps(words | {"extra_special_tokens": ["answer"]}))
     with pytest.raises(TokenizerUnusable, match="but transformers makes "):
         load_template(str(named))

@@ -63,7 +63,8 @@ def test_attempts_that_were_lost_are_told_with_the_items_that_lost_most(
     file = run / "untrained" / "sums" / "lost.jsonl"
     file.parent.mkdir(parents=True)
     file.write_text(
-        "".join(
+        '{"task": \n'  # of a disk that was full
+        + "".join(
             json.dumps(
                 {"task": "sums", "item": item, "place": f"row {item}", "reason": why, "attempt": at}
             )
