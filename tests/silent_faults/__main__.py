@@ -100,7 +100,10 @@ class Row:
         told = [result.cell(self.fault) for result in self.results]
         named = [result.named for result in self.results if result.named is not None]
         by = ", ".join(dict.fromkeys(map(_check, named)))
-        return [self.name, self.fault.injected, *told, *[""] * (columns - len(told)), by]
+        repository, _, number = self.fault.thread.partition("#")
+        link = f"[{self.name}](https://github.com/{repository}/issues/{number})"
+        name = link if self.fault.thread else self.name
+        return [name, self.fault.injected, *told, *[""] * (columns - len(told)), by]
 
 
 class Results:

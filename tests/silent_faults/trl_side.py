@@ -8,7 +8,6 @@ of GRPOConfig, a reward function, or a method of `Faulty` that replaces one of T
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import statistics
@@ -67,11 +66,7 @@ class Faulty(GRPOTrainer):  # type: ignore[misc]
         super().__init__(**options)
         self.fault, self._calls = fault, 0
         self._first: dict[str, Any] = {}
-        self._frozen = (
-            copy.deepcopy(self.model)
-            if fault in ("stale weights", "one tensor not written")
-            else None
-        )
+        self.served: Any = None
         if fault == "wrong temperature":
             self.generation_config.temperature = 0.7
         if fault == "reference that moves":
@@ -82,19 +77,19 @@ class Faulty(GRPOTrainer):  # type: ignore[misc]
             self.epsilon_low, self.epsilon_high = self.epsilon_high, self.epsilon_low
 
     def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
-        if self._frozen is None:
+        if self.served is None:
             return super()._generate_single_turn(*arguments, **options)
         if self.fault == "one tensor not written":
             fresh = dict(self.model.named_parameters())
             with torch.no_grad():
-                for name, parameter in self._frozen.named_parameters():
+                for name, parameter in self.served.named_parameters():
                     if "embed" not in name:
                         parameter.copy_(fresh[name])
-        served, self.model_wrapped = self.model_wrapped, self._frozen
+        trained, self.model_wrapped = self.model_wrapped, self.served
         try:
             return super()._generate_single_turn(*arguments, **options)
         finally:
-            self.model_wrapped = served
+            self.model_wrapped = trained
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         found = super()._generate_and_score_completions(inputs)
@@ -107,16 +102,14 @@ class Faulty(GRPOTrainer):  # type: ignore[misc]
         return found
 
     def logps(self, found: Any, temperature: float | None = None) -> Any:
-        """[B, T] of the completions, as the trainer computes them."""
-        usual, self.temperature = self.temperature, temperature or self.temperature
+        """[B, T] of the completions, by a plain forward pass."""
         ids = torch.cat([found["prompt_ids"], found["completion_ids"]], dim=1)
         mask = torch.cat([found["prompt_mask"], found["completion_mask"]], dim=1)
         with torch.no_grad():
-            values = self._get_per_token_logps_and_entropies(
-                self.model, ids, mask, found["completion_ids"].size(1)
-            )
-        self.temperature = usual
-        return values[0]
+            logits = self.model(input_ids=ids, attention_mask=mask).logits
+        places = logits[:, -found["completion_ids"].size(1) - 1 : -1]
+        logp = (places / (temperature or self.temperature)).log_softmax(-1)
+        return logp.gather(-1, found["completion_ids"].unsqueeze(-1))[..., 0]
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         if self.fault == "ratio to itself":
@@ -292,6 +285,9 @@ def train(work: dict[str, Any], fault: str, directory: str) -> dict[str, Any]:
     )
     if fault == "update not written":
         step_once(trainer)
+    if fault in ("stale weights", "one tensor not written"):
+        # Not a copy of `model`: TRL has replaced its forward pass.
+        trainer.served = AutoModelForCausalLM.from_pretrained(work["model"], dtype=dtype)
     trainer.train()
     names = {name for row in metrics.rows for name in row}
     means = {
