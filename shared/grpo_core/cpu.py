@@ -101,8 +101,13 @@ class Cpu:
             if chosen not in ("onednn", "mkl"):
                 raise ValueError(f"{PRODUCTS}={chosen}: choose onednn or mkl")
             by_onednn = chosen == "onednn"
+        # Of the machine, less those that `taskset`, a batch system or a container takes away.
+        cores = len(os.sched_getaffinity(0))
+        quota, _, period = (QUOTA.read_text() if QUOTA.exists() else "max").partition(" ")
+        if quota.isdecimal():
+            cores = min(cores, math.ceil(int(quota) / int(period)))
         return cls(
-            cores=_cores(),
+            cores=cores,
             is_slow_in_bfloat16=is_x86 and bool(flags) and not flags & BFLOAT16,
             is_faster_with_onednn=by_onednn,
         )
@@ -124,14 +129,6 @@ def _described() -> tuple[str, set[str]]:
     if not any(word in limit for word in ("avx512", "avx10", "all", "default")):
         flags -= {"avx512f"}
     return found.get("vendor_id", ""), flags
-
-
-def _cores() -> int:
-    """Cores that this process may use: of the machine, less those that `taskset`, a batch system or
-    a container's limit take away."""
-    allowed = len(os.sched_getaffinity(0))
-    quota, _, period = (QUOTA.read_text() if QUOTA.exists() else "max").partition(" ")
-    return min(allowed, math.ceil(int(quota) / int(period))) if quota.isdecimal() else allowed
 
 
 CPU = Cpu.find()

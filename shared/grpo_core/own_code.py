@@ -19,21 +19,15 @@ def problem_of_file(path: Path, attribute: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         return f"{path}{f' line {line}' if line else ''}: {getattr(error, 'msg', error)}"
-    names = [*_defined(tree)]
-    if attribute in names or "*" in names:
-        return None
-    return f"{path} has no {attribute!r}; it defines {', '.join(names) or 'nothing'}"
-
-
-def _defined(tree: ast.Module) -> list[str]:
-    """Names that the module may define; `*` if that cannot be told."""
-    found: list[str] = []
+    names: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.append(node.name)
+            names.append(node.name)
         elif not isinstance(node, ast.Expr | ast.Import):
-            found.append("*")  # an assignment, an import of names or a condition
-    return found
+            return None  # an assignment, an import of names or a condition may define it
+    if attribute in names:
+        return None
+    return f"{path} has no {attribute!r}; it defines {', '.join(names) or 'nothing'}"
 
 
 def load_file(path: Path, name: str) -> ModuleType:

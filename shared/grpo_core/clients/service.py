@@ -51,10 +51,12 @@ class _Client:
         self.has_ended: Callable[[], bool] = lambda: False
 
     def _policy(self, deadline_s: float, repeat_lost_answers: bool) -> dict[str, Any]:
-        is_worth_it = is_transient if repeat_lost_answers else is_safe_to_repeat
-        return retry_policy(
-            deadline_s, lambda e: is_worth_it(e) and not self.has_ended(), self._note_absence
-        )
+        def is_worth_it(error: BaseException) -> bool:
+            is_transient = isinstance(error, httpx.TransportError | TransientAnswer)
+            may_repeat = repeat_lost_answers or is_safe_to_repeat(error)
+            return is_transient and may_repeat and not self.has_ended()
+
+        return retry_policy(deadline_s, is_worth_it, self._note_absence)
 
     def _note_absence(self, error: BaseException) -> None:
         """Log once that nothing listens at the URL, or that it is silent."""
@@ -268,20 +270,6 @@ def is_safe_to_repeat(error: BaseException) -> bool:
     if isinstance(error, TransientAnswer):
         return error.status in _NOT_CARRIED_OUT
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether the error may be temporary. Only for requests that can be repeated safely."""
-    return isinstance(error, httpx.TransportError | TransientAnswer)
-
-
-def async_retrying(
-    deadline_s: float,
-    retry_on: Callable[[BaseException], bool],
-    note: Callable[[BaseException], None],
-) -> AsyncRetrying:
-    """A retry loop for coroutines. See `retry_policy`."""
-    return AsyncRetrying(**retry_policy(deadline_s, retry_on, note))
 
 
 def retry_policy(

@@ -144,14 +144,17 @@ class EvalResult(EvalSummary):
                 "check the data set and the log"
             )
         samples = len(items[0].rewards)
-        metrics, intervals = _estimates(items, sorted({*ks} or {1, samples}), seed)
+        several = sorted({*ks} or {1, samples})
+        per_item = {f"{PASS}@{k}": [item.pass_at(k) for item in items] for k in several}
+        per_item |= {f"{MEAN}@{k}": [item.mean_at(k) for item in items] for k in several}
+        found = {name: mean_interval(values, seed) for name, values in per_item.items()}
         return cls(
             task=task,
             samples=samples,
             item_count=len(items),
             left_out=left_out,
-            metrics=metrics,
-            intervals=intervals,
+            metrics={n: fmean(values) for n, values in per_item.items()} | _facts(items),
+            intervals={name: ends for name, ends in found.items() if ends},
             items=tuple(items),
             **facts,
         )
@@ -159,16 +162,6 @@ class EvalResult(EvalSummary):
     def line(self) -> str:
         """The line of `eval.jsonl`, without newline."""
         return self.model_dump_json(exclude={"items"})
-
-
-def _estimates(
-    items: Sequence[EvalItem], ks: Sequence[int], seed: int
-) -> tuple[dict[str, float], dict[str, Interval]]:
-    per_item = {f"{PASS}@{k}": [item.pass_at(k) for item in items] for k in ks}
-    per_item |= {f"{MEAN}@{k}": [item.mean_at(k) for item in items] for k in ks}
-    found = {name: mean_interval(values, seed) for name, values in per_item.items()}
-    metrics = {name: fmean(values) for name, values in per_item.items()}
-    return metrics | _facts(items), {name: ends for name, ends in found.items() if ends}
 
 
 def _facts(items: Sequence[EvalItem]) -> dict[str, float]:

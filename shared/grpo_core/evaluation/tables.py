@@ -65,19 +65,18 @@ def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
         raise NotComparable(
             f"{after.task}: no item in common; evaluate both on the same data with the same --seed"
         )
-    names = [name for name in after.metrics if "@" in name and name in before.metrics]
+    lifts = []
+    for name in after.metrics:
+        if "@" in name and name in before.metrics:
+            old, new = ([_value(item, name) for item in side] for side in zip(*pairs, strict=True))
+            interval = difference_interval(old, new, seed)
+            lifts.append(Lift(name, fmean(old), fmean(new), interval))
     return Comparison(
         task=after.task,
-        lifts=tuple(_lift(name, pairs, seed) for name in names),
+        lifts=tuple(lifts),
         items=len(pairs),
         unpaired=len(before.items) + len(after.items) - 2 * len(pairs),
     )
-
-
-def _lift(metric: str, pairs: list[tuple[EvalItem, EvalItem]], seed: int) -> Lift:
-    old = [_value(item, metric) for item, _ in pairs]
-    new = [_value(item, metric) for _, item in pairs]
-    return Lift(metric, fmean(old), fmean(new), difference_interval(old, new, seed))
 
 
 def _value(item: EvalItem, metric: str) -> float:
@@ -94,29 +93,38 @@ _LARGE = 100.0
 def table_lines(result: EvalSummary) -> list[str]:
     """What was evaluated, one line per metric, and what was left out. Only the path of a model may
     be longer than a line."""
-    rows = [
-        _row(name, _number(value), _between(result.intervals.get(name)), _meaning(name))
-        for name, value in result.metrics.items()
-    ]
-    return [
+    between = {name: f"{one.low:.3f} to {one.high:.3f}" for name, one in result.intervals.items()}
+    lines = [
         result.task + (f": {result.model}" if result.model else ""),
         *_wrapped(f"  {_facts(result)}"),
         _row("metric", "value", "95 % interval", "meaning"),
-        *rows,
-        *_left_out(result),
-        *_differing_versions(result),
     ]
+    for name, value in result.metrics.items():
+        lines.append(_row(name, _number(value), between.get(name, ""), _meaning(name)))
+    if result.left_out:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in result.left_out.items())
+        lines += _wrapped(f"  items left out: {reasons}")
+    if len(result.answers_by_version) > 1:
+        counts = result.answers_by_version.items()
+        listed = ", ".join(f"{count} by {version}" for version, count in counts)
+        lines += _wrapped(f"  several policy versions answered: {listed}")
+    return lines
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
     """One line per metric: before, after, and the change with its interval."""
     items = f"{comparison.items} items in both"
     unpaired = f", {comparison.unpaired} in only one" if comparison.unpaired else ""
-    return [
+    lines = [
         f"{comparison.task}: lift, paired by item ({items}{unpaired})",
         _lift_row("metric", "before", "after", "change", "95 % interval", ""),
-        *(_lift_line(lift) for lift in comparison.lifts),
     ]
+    for lift in comparison.lifts:
+        interval = f"{lift.interval.low:+.3f} to {lift.interval.high:+.3f}" if lift.interval else ""
+        verdict = "" if lift.is_clear or not lift.interval else "may be chance"
+        values = _number(lift.before), _number(lift.after), f"{lift.change:+.3f}"
+        lines.append(_lift_row(lift.metric, *values, interval, verdict))
+    return lines
 
 
 def _facts(result: EvalSummary) -> str:
@@ -126,29 +134,14 @@ def _facts(result: EvalSummary) -> str:
         f"{answers} each",
         f"temperature {result.temperature:g}" if result.temperature else "greedy",
         *([f"step {result.step}"] if result.step is not None else []),
-        *([_weights(result)] if result.versions else []),
+        *(
+            [f"weights {' to '.join(dict.fromkeys(map(str, result.versions)))}"]
+            if result.versions
+            else []
+        ),
         f"{result.duration_s:.1f} s",
     ]
     return ", ".join(facts)
-
-
-def _weights(result: EvalSummary) -> str:
-    assert result.versions
-    first, last = result.versions
-    return f"weights {first}" + (f" to {last}" if last != first else "")
-
-
-def _left_out(result: EvalSummary) -> list[str]:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in result.left_out.items())
-    return _wrapped(f"  items left out: {reasons}") if reasons else []
-
-
-def _differing_versions(result: EvalSummary) -> list[str]:
-    counts = result.answers_by_version
-    if len(counts) < 2:
-        return []
-    listed = ", ".join(f"{count} by {version}" for version, count in counts.items())
-    return _wrapped(f"  several policy versions answered: {listed}")
 
 
 def _wrapped(text: str) -> list[str]:
@@ -175,23 +168,6 @@ def _meaning(metric: str) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= _LARGE else f"{value:.3f}"
-
-
-def _between(interval: Interval | None) -> str:
-    return f"{interval.low:.3f} to {interval.high:.3f}" if interval else ""
-
-
-def _lift_line(lift: Lift) -> str:
-    interval = f"{lift.interval.low:+.3f} to {lift.interval.high:+.3f}" if lift.interval else ""
-    verdict = "" if lift.is_clear or not lift.interval else "may be chance"
-    return _lift_row(
-        lift.metric,
-        _number(lift.before),
-        _number(lift.after),
-        f"{lift.change:+.3f}",
-        interval,
-        verdict,
-    )
 
 
 def _lift_row(name: str, before: str, after: str, change: str, interval: str, verdict: str) -> str:

@@ -36,13 +36,8 @@ def redis_password(directory: Path) -> str:
         return known
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    _make(directory / _FILE)
-    return (directory / _FILE).read_text()
-
-
-def _make(path: Path) -> None:
-    """Never an incomplete file, and never a second password."""
-    new = path.with_name(f"{_FILE}.{os.getpid()}")
+    # Never an incomplete file, and never a second password.
+    path, new = directory / _FILE, directory / f"{_FILE}.{os.getpid()}"
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(secrets.token_urlsafe(32))
     try:
@@ -51,6 +46,7 @@ def _make(path: Path) -> None:
         pass
     finally:
         new.unlink()
+    return path.read_text()
 
 
 LOCAL_REDIS = "redis://127.0.0.1:6379/0"

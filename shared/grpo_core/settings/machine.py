@@ -168,7 +168,9 @@ def _incomplete_weights(model: Path) -> str | None:
     how long the file is. Only the model's own files are loaded."""
     for path in sorted(model.glob("model*.safetensors")):
         try:
-            size, whole = path.stat().st_size, _whole_size(path)
+            head, head_bytes = head_of(path)
+            ends = (int(tensor["data_offsets"][1]) for tensor in head.values())
+            size, whole = path.stat().st_size, 8 + head_bytes + max(ends, default=0)
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}; copy it again"
         except (ValueError, TypeError, LookupError, AttributeError):
@@ -176,12 +178,6 @@ def _incomplete_weights(model: Path) -> str | None:
         if size < whole:
             return f"{path} is incomplete: it has {size:,} of {whole:,} bytes; copy it again"
     return None
-
-
-def _whole_size(path: Path) -> int:
-    head, head_bytes = head_of(path)
-    ends = (int(tensor["data_offsets"][1]) for tensor in head.values())
-    return 8 + head_bytes + max(ends, default=0)
 
 
 def head_of(path: Path) -> tuple[dict[str, Any], int]:

@@ -50,7 +50,20 @@ def help_text(settings_type: type[CommandSettings], options: Mapping[str, Option
             variable = command.variable(option.field)
             group = groups[heading.get(option.field, rest)]
             _add(group, option, _escaped(_described(option, variable)))
-    _add_common(parser.add_argument_group("Configuration and help"))
+    common = parser.add_argument_group("Configuration and help")
+    common.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with options as keys. Environment variables and command-line options "
+        "override the file",
+    )
+    common.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Check the options, print the resulting configuration as YAML and start nothing",
+    )
+    common.add_argument("--version", action="store_true", help="Print the version")
+    common.add_argument("--help", "-h", action="store_true", help="Print this text")
     return parser.format_help()
 
 
@@ -78,22 +91,6 @@ def _add(group: argparse._ArgumentGroup, option: Option, text: str) -> None:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     else:
         group.add_argument(flag, metavar=option.metavar, help=text)
-
-
-def _add_common(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with options as keys. Environment variables and command-line options "
-        "override the file",
-    )
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="Check the options, print the resulting configuration as YAML and start nothing",
-    )
-    group.add_argument("--version", action="store_true", help="Print the version")
-    group.add_argument("--help", "-h", action="store_true", help="Print this text")
 
 
 def _described(option: Option, variable: str | None) -> str:
@@ -241,14 +238,19 @@ def problems_by_field(error: ValidationError, options: Mapping[str, Option]) -> 
             continue
         option = options[name]
         if problem["type"] == "missing":
-            yield Mistake(name, f"{IS_REQUIRED}. {_first_sentence(option)}")
+            text = (option.info.description or option.expected).partition(". ")[0].rstrip(".")
+            choices = f": {', '.join(map(str, option.choices))}" if option.choices else ""
+            yield Mistake(name, f"{IS_REQUIRED}. {text}{choices}")
         elif problem["type"] == _OWN:
             yield Mistake(name, f"{message}{_got(option, problem['input'])}")
         else:
             near = difflib.get_close_matches(str(problem["input"]), map(str, option.choices), n=1)
             hint = f", did you mean {near[0]}?" if near else ""
             got = _got(option, problem["input"])
-            yield Mistake(name, f"expected {_expected(option, problem)}{got}{hint}")
+            expected = option.expected
+            if problem["type"] in ("too_short", "string_too_short"):
+                expected = "at least one value" if option.is_list else "a value that is not empty"
+            yield Mistake(name, f"expected {expected}{got}{hint}")
 
 
 def name_of(command: Command, option: Option, given: Mapping[str, Given]) -> str:
@@ -258,20 +260,9 @@ def name_of(command: Command, option: Option, given: Mapping[str, Given]) -> str
     return option.name.upper() if option.field in command.positional else f"--{option.name}"
 
 
-def _expected(option: Option, problem: Any) -> str:
-    if problem["type"] in ("too_short", "string_too_short"):
-        return "at least one value" if option.is_list else "a value that is not empty"
-    return option.expected
-
-
 def _got(option: Option, value: Any) -> str:
     if option.is_secret:
         return "; the value is not shown"
     if value is None:
         return ""
     return f"; got {hide_passwords(str(value))!r}"
-
-
-def _first_sentence(option: Option) -> str:
-    text = (option.info.description or option.expected).partition(". ")[0].rstrip(".")
-    return f"{text}: {', '.join(map(str, option.choices))}" if option.choices else text

@@ -384,7 +384,10 @@ def read_file(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path} is not {kind}: {_in_one_line(error)}") from None
+        mark = getattr(error, "problem_mark", None)
+        at = f"line {mark.line + 1}: " if mark else ""
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(f"{path} is not {kind}: {at}{problem}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except (LookupError, AttributeError, TypeError, RecursionError) as error:
@@ -446,9 +449,3 @@ def _with_words(content: Mapping[Any, Any], passes_on: str | None) -> dict[Any, 
             except ValueError as error:
                 raise ValueError(f"{key}: not words of a shell ({error}); check quotes") from None
     return found
-
-
-def _in_one_line(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark else ""
-    return where + " ".join(str(getattr(error, "problem", None) or error).split())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
@@ -161,10 +161,6 @@ class AgentOptions(BaseModel):
     )
 
 
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
-
-
 class EvaluationOptions(BaseModel):
     """How the policy is evaluated."""
 
@@ -198,7 +194,8 @@ class EvaluationOptions(BaseModel):
         "completion for each item",
     )
     eval_handling: Annotated[
-        Literal["STOP_TRAIN", "LIMIT_TRAIN", "NONE"], BeforeValidator(_upper)
+        Literal["STOP_TRAIN", "LIMIT_TRAIN", "NONE"],
+        BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
     ] = Field(
         "STOP_TRAIN",
         description="Sampling for training during an evaluation. STOP_TRAIN: none, so that one "

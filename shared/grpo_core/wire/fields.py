@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 
 MASKED = -100
 """Mask value of a token that is not trained on (torch's ignore index)."""
@@ -47,10 +47,6 @@ IGNORED_WEIGHT = -1.0
 """Weight of an environment that does not share request slots, as documented by Atropos."""
 
 
-def _or_ignored(value: Any, weight: ValidatorFunctionWrapHandler) -> Any:
-    return IGNORED_WEIGHT if value in (-1, "-1") else weight(value)
-
-
 def _declare_ignored(schema: dict[str, Any]) -> None:
     weight = dict(schema)
     schema.clear()
@@ -60,7 +56,7 @@ def _declare_ignored(schema: dict[str, Any]) -> None:
 Weight = Annotated[
     float,
     Field(ge=0.0, le=1e9, allow_inf_nan=False, json_schema_extra=_declare_ignored),
-    WrapValidator(_or_ignored),
+    WrapValidator(lambda value, weight: IGNORED_WEIGHT if value in (-1, "-1") else weight(value)),
 ]
 
 T = TypeVar("T")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Self
 
 import structlog
+from tenacity import AsyncRetrying
 
-from grpo_core.clients.service import async_retrying
+from grpo_core.clients.service import retry_policy
 from grpo_core.errors import GrpoError
 from grpo_core.redis.connection import FAILURES, AsyncRedisConnection, words
 from grpo_core.redis.keys import served_weights_followers_key, served_weights_key
@@ -140,11 +141,9 @@ class RedisServedStore(ServedStore, AsyncRedisConnection):
             BadServedRecord: the key holds another kind of value.
         """
         try:
-            async for attempt in async_retrying(
-                deadline_s if self._required else 0.0,
-                lambda e: isinstance(e, FAILURES),
-                self.note_absence,
-            ):
+            limit_s = deadline_s if self._required else 0.0
+            policy = retry_policy(limit_s, lambda e: isinstance(e, FAILURES), self.note_absence)
+            async for attempt in AsyncRetrying(**policy):
                 with attempt:
                     fields = await self.attempt("HGETALL", self._key, within_s=ATTEMPT_DEADLINE_S)
         except FAILURES as error:
