@@ -38,18 +38,14 @@ def is_of_machine(error: BaseException | None) -> bool:
             return True
         if isinstance(error, OSError) and error.errno in _OF_HOST:
             return True
-        if isinstance(error, TimeoutError) and _raised_in(error) in _CONNECTIONS:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        raised_in = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+        if isinstance(error, TimeoutError) and raised_in.partition(".")[0] in _CONNECTIONS:
             return True
         if (status := _status(error)) == _TOO_MANY or 500 <= status < 600:
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
-
-
-def _raised_in(error: BaseException) -> str:
-    """The package of the code that raised it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
 
 
 def _status(error: BaseException) -> int:

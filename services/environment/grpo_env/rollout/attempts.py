@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from grpo_env.rollout.groups import FailureReason, GroupLost, SampledGroup
+from grpo_env.rollout.groups import FailureReason, SampledGroup
 from grpo_env.tasks.items import Item
 
 log = structlog.get_logger()
@@ -104,24 +104,19 @@ class Attempts:
         easy = attempt.mean_score
         values = (prompt_tokens, longest, attempt.mean_tokens, None if easy is None else -easy)
         self._losses[task].add(task, attempt.block, lost.reason.value if lost else "", values)
-        return None if lost is None else _line(attempt, sampled, lost, prompt_tokens)
+        if lost is None:
+            return None
+        return {
+            **{"time": round(time.time(), 3), "step": attempt.step},
+            **{"task": task, "item": attempt.item.key, "place": attempt.item.place},
+            **{"attempt": attempt.number, "reason": lost.reason.value},
+            "detail": lost.detail[:_LONGEST_DETAIL],
+            **{"prompt_tokens": prompt_tokens, "completion_tokens": sampled.completion_tokens},
+            "mean_score": easy,
+        }
 
     def _of(self, item: Item) -> ItemHistory:
         return self._items[item.task.name, item.key]
-
-
-def _line(
-    attempt: Attempt, sampled: SampledGroup, lost: GroupLost, prompt_tokens: int | None
-) -> dict[str, Any]:
-    item = attempt.item
-    return {
-        **{"time": round(time.time(), 3), "step": attempt.step},
-        **{"task": item.task.name, "item": item.key, "place": item.place},
-        **{"attempt": attempt.number, "reason": lost.reason.value},
-        "detail": lost.detail[:_LONGEST_DETAIL],
-        **{"prompt_tokens": prompt_tokens, "completion_tokens": sampled.completion_tokens},
-        "mean_score": attempt.mean_score,
-    }
 
 
 class LossBias:

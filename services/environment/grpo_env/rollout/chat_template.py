@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_core.errors import GrpoError
 from grpo_core.weights.directory_checks import UnusableWeights
-from grpo_core.weights.model_files import load_tokenizer
+from grpo_core.weights.model_files import load_tokenizer, token_ids
 from grpo_env.maths.final_answer import THINK_TAG
 from grpo_env.tasks import Message, MessagesUnusable
 from grpo_env.tasks.tool_calls import THOUGHTS, CallFormat, format_of
@@ -68,7 +68,7 @@ class ChatTemplate:
             self._prompts[key] = (
                 self.tokenizer.encode(prompt)
                 if isinstance(prompt, str)
-                else self._encode(self._rendered(prompt, tools))
+                else token_ids(self.tokenizer, self._rendered(prompt, tools))
             )
         return [*self._prompts[key]]
 
@@ -97,7 +97,7 @@ class ChatTemplate:
                 "learn after another beginning than it gets; begin the answers so, or put a "
                 "template of your own as chat_template.jinja into the model's directory"
             )
-        return self._encode(whole[len(before) :])
+        return token_ids(self.tokenizer, whole[len(before) :])
 
     def _rendered(self, prompt: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The prompt with the beginning of the policy's answer."""
@@ -196,12 +196,12 @@ class ChatTemplate:
                 "the chat template leaves answers of the model out, so a conversation cannot be "
                 "continued; use a tokenizer whose template shows them"
             )
-        token_ids = self._encode(behind)
-        return token_ids[1:] if token_ids[:1] == [last_id] else token_ids
+        ids = token_ids(self.tokenizer, behind)
+        return ids[1:] if ids[:1] == [last_id] else ids
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+    def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
-        return [self.tokenizer.decode([token_id]) for token_id in token_ids]
+        return [self.tokenizer.decode([token_id]) for token_id in ids]
 
     def _render(
         self,
@@ -244,11 +244,6 @@ class ChatTemplate:
                 "use other messages, or a tokenizer whose template supports them"
             ) from error
         return text
-
-    def _encode(self, text: str) -> list[int]:
-        # The template already writes every special token; adding more would change the prompt.
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
 
 
 def load_template(tokenizer_name: str, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:

@@ -141,7 +141,10 @@ class TeacherClient(AsyncServiceClient):
             TeacherUnusable: the server cannot score tokens.
             TeacherUnavailable: the server's answer.
         """
-        texts = {token: tokenizer.decode([token]) for token in _probe_ids(tokenizer)}
+        last = len(tokenizer) - 1
+        spread = (round(i * last / (_PROBE_IDS - 1)) for i in range(_PROBE_IDS))
+        asked = {*spread, *token_ids(tokenizer, PROBE_TEXT), *tokenizer.all_special_ids}
+        texts = {token: tokenizer.decode([token]) for token in sorted(asked)}
         known = [token for token, text in texts.items() if _UNDECODABLE not in text]
         rows = [known[at : at + _IDS_PER_PROMPT] for at in range(0, len(known), _IDS_PER_PROMPT)]
         try:
@@ -211,14 +214,6 @@ def _problem(rows: Sequence[list[int]], found: Sequence[_Logprobs]) -> str | Non
         if len(values) != count or None in values[1:] or values[0] is not None:
             return "has no logprob for some token of a prompt, or one for its first token"
     return None
-
-
-def _probe_ids(tokenizer: Any) -> list[int]:
-    """Different token ids of the student, in order."""
-    size = len(tokenizer)
-    spread = {round(i * (size - 1) / (_PROBE_IDS - 1)) for i in range(_PROBE_IDS)}
-    text = token_ids(tokenizer, PROBE_TEXT)
-    return sorted({*spread, *text, *tokenizer.all_special_ids})
 
 
 class Teacher:

@@ -137,16 +137,6 @@ _EXAMPLES: Sequence[tuple[float, int]] = ((0.0, 0), (0.5, 40), (1.0, 50))
 _EXAMPLE_STEP, _EXAMPLE_COMPLETIONS = 50, 8.0
 
 
-def require_usable(rule: Rule, items: Sequence[Item]) -> None:
-    """Try a rule on at most four items: one that is unseen, and others as if their groups had been
-    graded. Raises `CurriculumUnusable`."""
-    facts = [ItemFacts(item.row, item.task.name) for item in items[: len(_EXAMPLES) + 1]]
-    for one, (rate, step) in zip(facts[1:], _EXAMPLES, strict=False):
-        one.solve_rate, one.variance = rate, rate * (1 - rate)
-        one.completions, one.step = _EXAMPLE_COMPLETIONS, step
-    checked_weights(rule, facts, _EXAMPLE_STEP)
-
-
 REFRESH_EVERY_GROUPS = 16
 """The rule is called again after this number of groups that were graded or lost."""
 
@@ -196,7 +186,12 @@ class WeightedItems:
     """
 
     def __init__(self, items: Sequence[Item], weight: float, seed: int, rule: Rule) -> None:
-        require_usable(rule, items)
+        # On at most four: one that is unseen, and others as if their groups had been graded.
+        examples = [ItemFacts(item.row, item.task.name) for item in items[: len(_EXAMPLES) + 1]]
+        for one, (rate, step) in zip(examples[1:], _EXAMPLES, strict=False):
+            one.solve_rate, one.variance = rate, rate * (1 - rate)
+            one.completions, one.step = _EXAMPLE_COMPLETIONS, step
+        checked_weights(rule, examples, _EXAMPLE_STEP)
         self.items, self.weight, self.given = [*items], weight, 0
         self.task, self.seed = items[0].task, seed
         self._rule = rule
