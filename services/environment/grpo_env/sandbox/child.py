@@ -32,6 +32,12 @@ _SMALLEST_FILE_BYTES = 4096
 """An empty file takes space too, and time to measure."""
 
 
+async def kill_session(pid: int) -> None:
+    """The child and what it started, unless that has left its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class LimitedCommand:
     """A command with its limits.
@@ -45,7 +51,7 @@ class LimitedCommand:
     argv: Sequence[str]
     environment: Mapping[str, str]
     limits: Limits
-    kill: Callable[[int], Awaitable[None]]
+    kill: Callable[[int], Awaitable[None]] = kill_session
     stdin: bytes = b""
     directory: Path | None = None
     measures_memory: bool = True
@@ -229,12 +235,6 @@ def _sizes(directory: Path) -> Iterator[int]:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     left.append(entry.path)
-                yield _size(entry)
-
-
-def _size(entry: os.DirEntry[str]) -> int:
-    try:
-        blocks = entry.stat(follow_symlinks=False).st_blocks
-    except FileNotFoundError:  # removed meanwhile
-        return 0
-    return max(blocks * _BLOCK_BYTES, _SMALLEST_FILE_BYTES)
+                with contextlib.suppress(FileNotFoundError):
+                    blocks = entry.stat(follow_symlinks=False).st_blocks
+                    yield max(blocks * _BLOCK_BYTES, _SMALLEST_FILE_BYTES)

@@ -14,7 +14,6 @@ from grpo_env.sandbox.child import LimitedCommand
 from grpo_env.sandbox.container import (
     LABEL,
     docker,
-    kill,
     run_docker,
     succeed,
     succeed_at_start,
@@ -72,9 +71,8 @@ class Docker(Sandbox):
             start,
             dict(os.environ),
             limits,
-            kill,
-            program.stdin,
-            directory,
+            stdin=program.stdin,
+            directory=directory,
             measures_memory=False,  # the kernel limits it
         )
         async with _created(name, create, given):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 from asyncio import CancelledError, create_task
@@ -35,18 +34,12 @@ class OnHost(Sandbox):
                     program.argv,
                     program.variables(os.environ.get("PATH", os.defpath), str(empty), url),
                     program.limits,
-                    _kill,
-                    program.stdin,
-                    cwd,
+                    stdin=program.stdin,
+                    directory=cwd,
                     cwd=cwd,
                     prepare=killed_with_parent,
                 )
                 return await run_child(command)
-
-
-async def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 @asynccontextmanager
