@@ -149,14 +149,11 @@ def _free_form(given: dict[str, Any], sequences: int) -> int:
             _expect(value is None)
     if not texts:
         return 0
-    fields = FreeFormFields.model_validate_json(_object(texts))
+    members = (b'"%s":%s' % (name.encode(), text) for name, text in texts.items())
+    fields = FreeFormFields.model_validate_json(b"{%s}" % b",".join(members))
     for per_sequence in (fields.messages, fields.overrides):
         _expect(not per_sequence or len(per_sequence) == sequences)
     return sum(text.count(b"[") for text in texts.values())
-
-
-def _object(texts: dict[str, bytes]) -> bytes:
-    return b"{" + b",".join(b'"%s":%s' % (n.encode(), text) for n, text in texts.items()) + b"}"
 
 
 def _expect_empty(value: Any) -> int:

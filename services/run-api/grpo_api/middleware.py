@@ -58,7 +58,10 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope["headers"])
+        sent = (
+            v.decode() for n, v in scope["headers"] if n == _HEADER and _REQUEST_ID.fullmatch(v)
+        )
+        request_id = next(sent, None) or uuid.uuid4().hex
         # Never unbound: uvicorn logs about this request after this layer has returned. The next
         # request of the connection binds its own id.
         structlog.contextvars.bind_contextvars(request_id=request_id)
@@ -102,13 +105,6 @@ class RequestMiddleware:
                 seconds,
                 body_bytes,
             )
-
-
-def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    for name, value in headers:
-        if name == _HEADER and _REQUEST_ID.fullmatch(value):
-            return value.decode()
-    return uuid.uuid4().hex
 
 
 def _log_request(scope: Scope, status: int, seconds: float) -> None:

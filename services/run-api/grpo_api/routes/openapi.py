@@ -134,21 +134,17 @@ def describe(app: FastAPI, token_needed: bool) -> None:
 
 
 def body_schema(model: type[BaseModel]) -> Json:
-    """The schema of a body, with the checks of its validators."""
+    """The schema of a body, with the checks of its validators, except those that no schema can
+    express, such as equal lengths."""
     schema = model.model_json_schema(schema_generator=LaxJsonSchema)
     if model is ScoredGroup:
-        _add_validated_limits(schema["properties"])
+        properties = schema["properties"]
+        for name in ("tokens", "masks", "scores"):
+            properties[name]["minItems"] = 1
+        properties["tokens"]["items"]["minItems"] = 1
+        (conversations, _null) = properties["messages"]["anyOf"]
+        conversations["items"]["items"]["required"] = ["role", "content"]
     return schema
-
-
-def _add_validated_limits(properties: Json) -> None:
-    """Add validators' checks, except those that no schema can express, such as equal lengths."""
-    properties["tokens"]["minItems"] = 1
-    properties["tokens"]["items"]["minItems"] = 1
-    for name in ("masks", "scores"):
-        properties[name]["minItems"] = 1
-    (conversations, _null) = properties["messages"]["anyOf"]
-    conversations["items"]["items"]["required"] = ["role", "content"]
 
 
 class LaxJsonSchema(GenerateJsonSchema):
