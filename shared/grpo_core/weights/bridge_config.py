@@ -84,7 +84,14 @@ def find_bridge_config(
         BridgeConfigNotFound: no file is usable.
     """
     problems = []
-    for path in _candidates(explicit, environment):
+    log_directory = environment.get("LOGDIR")
+    candidates = [
+        explicit,
+        Path(log_directory) / FILE_NAME if log_directory else None,
+        Path(FILE_NAME),
+        COMMON_DIRECTORY / FILE_NAME,
+    ]
+    for path in dict.fromkeys(one.absolute() for one in candidates if one is not None):
         try:
             config = read_bridge_config(path)
         except BridgeConfigUnreadable as error:
@@ -106,7 +113,9 @@ def find_bridge_config(
 def read_bridge_config(path: Path) -> BridgeConfig:
     """Raises `BridgeConfigUnreadable`: missing, unreadable, another user's, or invalid."""
     try:
-        _refuse_foreign_file(path)
+        # The socket that another user's file names would belong to that user, too.
+        if path.parent == COMMON_DIRECTORY and not _is_trusted(path.lstat().st_uid):
+            raise PermissionError(1, f"{path} belongs to another user (uid {path.lstat().st_uid})")
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES)
         return BridgeConfig.model_validate(json.loads(content))
@@ -122,17 +131,6 @@ def read_bridge_config(path: Path) -> BridgeConfig:
         ) from error
     except (ValueError, RecursionError) as error:
         raise BridgeConfigUnreadable(f"the file is not JSON: {error}") from error
-
-
-def _candidates(explicit: Path | None, environment: Mapping[str, str]) -> list[Path]:
-    log_directory = environment.get("LOGDIR")
-    candidates = [
-        explicit,
-        Path(log_directory) / FILE_NAME if log_directory else None,
-        Path(FILE_NAME),
-        COMMON_DIRECTORY / FILE_NAME,
-    ]
-    return list(dict.fromkeys(path.absolute() for path in candidates if path is not None))
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -165,15 +163,6 @@ def _refuse_foreign_directory(directory: Path) -> None:
     mode = directory.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise PermissionError(1, f"every user can replace the files in {directory}")
-
-
-def _refuse_foreign_file(path: Path) -> None:
-    """Raises `PermissionError` for another user's file in the directory that all users share.
-
-    The socket that such a file names would belong to that user, too.
-    """
-    if path.parent == COMMON_DIRECTORY and not _is_trusted(path.lstat().st_uid):
-        raise PermissionError(1, f"{path} belongs to another user (uid {path.lstat().st_uid})")
 
 
 def _is_trusted(uid: int) -> bool:

@@ -80,7 +80,14 @@ def connect_weights(path: Path) -> WeightConnection:
     connection.settimeout(_CONNECT_TIMEOUT_S)
     try:
         connection.connect(str(path))
-        _require_own(connection, path)
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _pid, uid, _gid = _CREDENTIALS.unpack(peer)
+        if uid != os.getuid():
+            raise ProtocolViolation(
+                f"weight socket {path}: the server runs as user {uid}, the trainer as "
+                f"{os.getuid()}; run both as the same user, or find out which process created that "
+                "socket"
+            )
         fd, grant = _receive_grant(connection)
     except OSError as error:
         connection.close()
@@ -95,29 +102,28 @@ def connect_weights(path: Path) -> WeightConnection:
     return WeightConnection(connection, fd, grant)
 
 
-def _require_own(connection: socket.socket, path: Path) -> None:
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _pid, uid, _gid = _CREDENTIALS.unpack(peer)
-    if uid != os.getuid():
-        raise ProtocolViolation(
-            f"weight socket {path}: the server runs as user {uid}, the trainer as {os.getuid()}; "
-            "run both as the same user, or find out which process created that socket"
-        )
-
-
 def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
     header, fds, _flags, _address = socket.recv_fds(connection, _LENGTH.size, 1)
-    if not header:
-        raise _closed_early()
-    if len(header) != _LENGTH.size:
-        for fd in fds:
-            os.close(fd)
-        raise ProtocolViolation(
-            f"weight socket: received {len(header)} bytes; is it the socket of vllm-api-server?"
-        )
     try:
+        if not header:
+            raise _closed_early()
+        if len(header) != _LENGTH.size:
+            raise ProtocolViolation(
+                f"weight socket: received {len(header)} bytes; is it the socket of vllm-api-server?"
+            )
         payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
-        return _granted(_ANSWER.validate_json(payload), fds)
+        answer = _ANSWER.validate_json(payload)
+        if isinstance(answer, WeightRefusal):
+            raise ServiceUnavailable(
+                f"weight socket: the server refused the trainer: {answer.refused}"
+            )
+        has_descriptor = isinstance(answer.memory, MemfdMemory)
+        if has_descriptor != bool(fds):
+            raise ProtocolViolation(
+                f"weight socket: the server sent {len(fds)} file descriptors instead of "
+                f"{int(has_descriptor)} for shared memory of type {answer.memory.kind!r}"
+            )
+        return (fds[0] if fds else -1), answer
     except (GrpoError, ValidationError, OSError) as error:
         for fd in fds:
             os.close(fd)
@@ -126,18 +132,6 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
                 f"weight socket: the server's answer is invalid: {problems_of(error)}"
             ) from error
         raise
-
-
-def _granted(answer: WeightGrant | WeightRefusal, fds: list[int]) -> tuple[int, WeightGrant]:
-    if isinstance(answer, WeightRefusal):
-        raise ServiceUnavailable(f"weight socket: the server refused the trainer: {answer.refused}")
-    has_descriptor = isinstance(answer.memory, MemfdMemory)
-    if has_descriptor != bool(fds):
-        raise ProtocolViolation(
-            f"weight socket: the server sent {len(fds)} file descriptors instead of "
-            f"{int(has_descriptor)} for shared memory of type {answer.memory.kind!r}"
-        )
-    return (fds[0] if fds else -1), answer
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:

@@ -40,17 +40,13 @@ class CheckpointMap(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._name = name
             yield name, tensor
             self._name = None
-            if not self._arrived_unchanged(name, tensor):
+            region = _merged(self._copies[name]) if name in self._copies else None
+            if region is None:
+                continue  # not a parameter, or `unshareable` reports it already
+            loaded = self._memory.view(region)
+            sent = tensor.to(device=loaded.device, dtype=loaded.dtype)
+            if not torch.equal(loaded, sent):  # or of another shape
                 self._scattered.add(name)
-
-    def _arrived_unchanged(self, name: str, tensor: torch.Tensor) -> bool:
-        region = _merged(self._copies[name]) if name in self._copies else None
-        if region is None:
-            return True  # not a parameter, or `unshareable` reports it already
-        loaded = self._memory.view(region)
-        return loaded.shape == tensor.shape and torch.equal(
-            loaded, tensor.to(device=loaded.device, dtype=loaded.dtype)
-        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -351,20 +351,16 @@ class WeightBridge:
         try:
             async with self._lock:
                 if pause is not None and self._pause is pause:
-                    await self._abandon(pause, why)
+                    facts = {"writing": pause.writing, "policy_version": tuple(self.version)}
+                    log.warning("pause.abandoned", reason=why, **facts)
+                    if pause.writing:
+                        await self._note_torn()
+                    await self._end_pause(pause)
         finally:
             # Only now may another trainer attach, because it must see the new version. If the lease
             # expires while the connection closes, the second call may find a new session.
             if self._session is None:
                 self._session_ended.set()
-
-    async def _abandon(self, pause: _Pause, why: str) -> None:
-        log.warning(
-            "pause.abandoned", reason=why, writing=pause.writing, policy_version=tuple(self.version)
-        )
-        if pause.writing:
-            await self._note_torn()
-        await self._end_pause(pause)
 
     async def _note_torn(self) -> None:
         """Let the engine sample nothing until a trainer has written all weights."""

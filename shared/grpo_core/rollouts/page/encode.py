@@ -62,7 +62,9 @@ class GroupEncoder:
         Raises:
             BrokenRollouts: the lists of a sequence do not have the same length.
         """
-        shared = _shared_prompt(group)
+        # Tokens with which every sequence begins and which none is trained on.
+        columns = zip(*(record.tokens[: record.prompt_length] for record in group), strict=False)
+        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
         return {
             "item": group[0].item,
             "prompt": self._part(group[0], 0, shared) | self._text(group[0], _asked(group[0])),
@@ -129,13 +131,6 @@ def rounded(value: float | None) -> float | None:
 
 def _asked(record: RolloutRecord) -> Sequence[Message]:
     return split_conversation(record)[0]
-
-
-def _shared_prompt(group: Sequence[RolloutRecord]) -> int:
-    """Number of tokens with which every sequence begins and which none is trained on."""
-    prompts = [record.tokens[: record.prompt_length] for record in group]
-    columns = zip(*prompts, strict=False)
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _logprobs(record: RolloutRecord, shared: int) -> Json:
