@@ -142,7 +142,10 @@ class ChatEndpoint:
         self, answered: Answered, api: _Api
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            chat = self._chat(request.headers)
+            # Many clients of Anthropic's API send the key alone, in a header of their own.
+            given = request.headers
+            keys = (given.get(self._header, ""), f"Bearer {given.get('x-api-key')}")
+            chat = next((self.sessions[key] for key in keys if key in self.sessions), None)
             if chat is None:
                 return _refusal(
                     f"no rollout is open for the header {self._header}", 401, "invalid_api_key"
@@ -166,11 +169,6 @@ class ChatEndpoint:
             return await _answer(answered, chat, body)
 
         return handle
-
-    def _chat(self, headers: Mapping[str, str]) -> Chat | None:
-        """Many clients of Anthropic's API send the key alone, in a header of their own."""
-        keys = (headers.get(self._header, ""), f"Bearer {headers.get('x-api-key')}")
-        return next((self.sessions[key] for key in keys if key in self.sessions), None)
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "grpo"}
