@@ -98,6 +98,12 @@ class Chat:
         self.last: Answer | None = None
         self.stored: dict[str, Any] = {}
 
+    def earlier(self, kind: str, known: str) -> Any:
+        """What is stored under the id of an answer. Args: kind: of answer, as the API names it"""
+        if known not in self.stored:
+            raise RequestUnusable(f"previous_{kind}_id {known!r}: no {kind} of this rollout")
+        return self.stored[known]
+
     @property
     def is_cut_off(self) -> bool:
         return self._refused is not None

@@ -73,16 +73,14 @@ def _continued(chat: Chat, body: Mapping[str, Any]) -> Mapping[str, Any]:
     known = (body.get("thread") or {}).get("previous_message_id")
     if known is None:
         return body
-    if known not in chat.stored:
-        raise RequestUnusable(f"previous_message_id {known!r}: no message of this rollout")
-    earlier = chat.stored[known]
+    earlier = chat.earlier("message", known)
     return {**body, **earlier, "messages": [*earlier["messages"], *body["messages"]]}
 
 
 def _messages(given: Mapping[str, Any]) -> Iterator[ChatMessage]:
     """The results of calls are messages of their own, before the rest."""
     content = given["content"]
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    blocks: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
     rest, calls = [], []
     for block in blocks:
         kind = block["type"]
@@ -90,17 +88,13 @@ def _messages(given: Mapping[str, Any]) -> Iterator[ChatMessage]:
             result = {"content": block.get("content"), "tool_call_id": block["tool_use_id"]}
             yield {"role": "tool", **result}
         elif kind == "tool_use":
-            calls.append(_call(block))
+            arguments = json.dumps(block["input"].get(_NOT_AN_OBJECT, block["input"]))
+            function = {"name": block["name"], "arguments": arguments}
+            calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind not in _LEFT_OUT:
             rest.append(block)
     if rest or calls:
         yield {"role": given["role"], "content": rest, "tool_calls": calls}
-
-
-def _call(block: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = block["input"].get(_NOT_AN_OBJECT, block["input"])
-    function = {"name": block["name"], "arguments": json.dumps(arguments)}
-    return {"id": block["id"], "type": "function", "function": function}
 
 
 def _tools(body: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

@@ -35,7 +35,9 @@ _LEFT_OUT = ("reasoning", "compaction")
 async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     """A `Response` of the API. Raises `RequestUnusable`, and as `Chat.complete`."""
     with reading():
-        messages = [*_earlier(chat, body), *_messages(body["input"])]
+        known = body.get("previous_response_id")
+        earlier = () if known is None else chat.earlier("response", known)
+        messages = [*earlier, *_messages(body["input"])]
         tools = () if body.get("tool_choice") == "none" else _tools(body)
     instructions = body.get("instructions")
     opening = [{"role": "system", "content": instructions}] if instructions else []
@@ -45,16 +47,6 @@ async def reply(chat: Chat, body: Mapping[str, Any]) -> dict[str, Any]:
     response = _response(body, answer)
     chat.stored[response["id"]] = [*messages, answer.message]
     return response
-
-
-def _earlier(chat: Chat, body: Mapping[str, Any]) -> Sequence[ChatMessage]:
-    known = body.get("previous_response_id")
-    if known is None:
-        return ()
-    if known not in chat.stored:
-        raise RequestUnusable(f"previous_response_id {known!r}: no response of this rollout")
-    earlier: Sequence[ChatMessage] = chat.stored[known]
-    return earlier
 
 
 def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
@@ -70,18 +62,15 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
         elif kind == "function_call":
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": None})
-            found[-1].setdefault("tool_calls", []).append(_call(item))
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            found[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = {"content": item["output"], "tool_call_id": item["call_id"]}
             found.append({"role": "tool", **output})
         elif kind not in _LEFT_OUT:
             raise RequestUnusable(f"the input holds an item of the type {kind!r}: not supported")
     return [*found]
-
-
-def _call(item: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    return {"id": item["call_id"], "type": "function", "function": function}
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
