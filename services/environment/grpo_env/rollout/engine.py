@@ -95,7 +95,12 @@ class RolloutEngine:
             detail = f"{item.place}: {'; '.join(problems)}"
             ungraded = GroupLost(FailureReason.QUARANTINED_REWARD, detail)
             return SampledGroup(answers, sequences, graded, lost=ungraded)
-        if (crowded := _too_many_sequences(item.task, sequences, plan)) is not None:
+        if (most := max(map(len, sequences))) > plan.max_sequences:
+            detail = (
+                f"a rollout of the task {item.task.name} has {most} sequences, and the limit is "
+                f"{plan.max_sequences}; set {item.task.max_sequences_option} to the largest number"
+            )
+            crowded = GroupLost(FailureReason.FAILED_ROLLOUT, detail)
             return SampledGroup(answers, sequences, graded, lost=crowded)
         seconds = time.monotonic() - started
         dropped = _reason_to_drop(sequences, graded, plan)
@@ -235,19 +240,6 @@ def _room(plan: SamplingPlan, prompt_ids: Sequence[int]) -> int:
             f"{plan.max_token_length}; raise --seq-len of the environment and of the trainer",
         )
     return room
-
-
-def _too_many_sequences(
-    task: Task, sequences: Sequence[Sequence[TrainingSequence]], plan: SamplingPlan
-) -> GroupLost | None:
-    most = max(map(len, sequences))
-    if most <= plan.max_sequences:
-        return None
-    return GroupLost(
-        FailureReason.FAILED_ROLLOUT,
-        f"a rollout of the task {task.name} has {most} sequences, and the limit is "
-        f"{plan.max_sequences}; set {task.max_sequences_option} to the largest number",
-    )
 
 
 def _reason_to_drop(

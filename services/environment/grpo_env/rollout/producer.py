@@ -201,20 +201,16 @@ class GroupProducer:
 
     def _record(self, attempt: Attempt, sampled: SampledGroup) -> None:
         self.counts.record(sampled)
-        tokens = self._prompt_tokens(attempt.item, sampled)
+        said = next((rollout[0] for rollout in sampled.sequences if rollout), None)
+        tokens = None if said is None else said.prompt_tokens
+        if said is None and not attempt.item.task.drives_itself:
+            tokens = len(self._engine.prompt_ids(attempt.item))
         if (line := self._attempts.end(attempt, sampled, tokens)) is not None:
             self.untrained.lose(line)
         # Equal scores are normal for a good policy, so only the regular report counts them.
         lost = sampled.lost
         if lost is not None and lost.reason is not FailureReason.EQUAL_SCORES:
             log.warning("group.lost", reason=lost.reason.value, detail=lost.detail)
-
-    def _prompt_tokens(self, item: Item, sampled: SampledGroup) -> int | None:
-        """None if the task has prompts of its own and the policy said nothing."""
-        said = next((rollout[0] for rollout in sampled.sequences if rollout), None)
-        if said is not None:
-            return said.prompt_tokens
-        return None if item.task.drives_itself else len(self._engine.prompt_ids(item))
 
 
 @dataclass
