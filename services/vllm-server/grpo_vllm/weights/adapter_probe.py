@@ -27,46 +27,43 @@ _NUMBERS = 1 << 30
 _B = ".lora_B."
 
 
-class AdapterProbe:
-    """Samples one token for each comparison. Args: engine: vLLM's engine client"""
+async def require_effect(engine: Any, request: Any) -> None:
+    """Samples one token for each comparison. Args: engine: vLLM's engine client
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._base: Any = None
-
-    async def require_effect(self, request: Any) -> None:
-        """Raises `ValueError`: the base model answers in place of the loaded adapter. While the
-        engine serves others, rounding may hide that."""
-        self._base = self._base or await self._logprobs(None)
-        if await self._logprobs(request) != self._base:
-            return
-        tensors = load_file(Path(request.lora_path) / ADAPTER_WEIGHTS)
-        size = max(float(t.abs().max()) for name, t in tensors.items() if _B in name)
-        if size == 0:
-            log.info("adapter.zero", name=request.lora_name, reason="its B is 0: the base model")
-            return
-        with temporary_directory() as directory:
-            shutil.copyfile(Path(request.lora_path) / ADAPTER_CONFIG, directory / ADAPTER_CONFIG)
-            larger = {name: t / size if _B in name else t for name, t in tensors.items()}
-            save_file(larger, directory / ADAPTER_WEIGHTS)
-            number = _NUMBERS + request.lora_int_id
-            copy = LoRARequest(f"{request.lora_name}, larger", number, str(directory))
-            await self._engine.add_lora(copy)
-            found = await self._logprobs(copy)
-            await self._engine.remove_lora(number)
-        if found == self._base:
-            raise ValueError(
-                "the server answers with the base model in its place, also after its B was divided "
-                f"by its largest element, {size:.3g}; start another version of vLLM, or merge the "
-                "adapter into the model"
-            )
-        log.info("adapter.below_rounding", name=request.lora_name, largest_b=size)
-
-    async def _logprobs(self, request: Any) -> Any:
-        """Of the most probable token after the probe."""
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
-        outputs = self._engine.generate(
-            TokensPrompt(prompt_token_ids=PROBE), sampling, uuid.uuid4().hex, lora_request=request
+    Raises `ValueError`: the base model answers in place of the loaded adapter. While the engine
+    serves others, rounding may hide that.
+    """
+    base = await _logprobs(engine, None)
+    if await _logprobs(engine, request) != base:
+        return
+    tensors = load_file(Path(request.lora_path) / ADAPTER_WEIGHTS)
+    size = max(float(t.abs().max()) for name, t in tensors.items() if _B in name)
+    if size == 0:
+        log.info("adapter.zero", name=request.lora_name, reason="its B is 0: the base model")
+        return
+    with temporary_directory() as directory:
+        shutil.copyfile(Path(request.lora_path) / ADAPTER_CONFIG, directory / ADAPTER_CONFIG)
+        larger = {name: t / size if _B in name else t for name, t in tensors.items()}
+        save_file(larger, directory / ADAPTER_WEIGHTS)
+        number = _NUMBERS + request.lora_int_id
+        copy = LoRARequest(f"{request.lora_name}, larger", number, str(directory))
+        await engine.add_lora(copy)
+        found = await _logprobs(engine, copy)
+        await engine.remove_lora(number)
+    if found == base:
+        raise ValueError(
+            "the server answers with the base model in its place, also after its B was divided "
+            f"by its largest element, {size:.3g}; start another version of vLLM, or merge the "
+            "adapter into the model"
         )
-        (completion,) = [output.outputs[0] async for output in outputs if output.finished]
-        return [{t: value.logprob for t, value in entry.items()} for entry in completion.logprobs]
+    log.info("adapter.below_rounding", name=request.lora_name, largest_b=size)
+
+
+async def _logprobs(engine: Any, request: Any) -> Any:
+    """Of the most probable token after the probe."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
+    outputs = engine.generate(
+        TokensPrompt(prompt_token_ids=PROBE), sampling, uuid.uuid4().hex, lora_request=request
+    )
+    (completion,) = [output.outputs[0] async for output in outputs if output.finished]
+    return [{t: value.logprob for t, value in entry.items()} for entry in completion.logprobs]

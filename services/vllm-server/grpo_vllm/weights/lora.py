@@ -20,7 +20,7 @@ from grpo_core.wire.policy_version import PolicyVersion
 from grpo_vllm.engine.control import EngineTimeout
 from grpo_vllm.engine.vllm_compat.requests import EngineDeadError, LoRARequest
 from grpo_vllm.middleware import InFlight
-from grpo_vllm.weights.adapter_probe import AdapterProbe
+from grpo_vllm.weights.adapter_probe import require_effect
 
 log = structlog.get_logger()
 
@@ -67,7 +67,6 @@ class AdapterSwitch:
         self.served_name = served_name
         self.current: LoadedAdapter | None = None
         self._engine = engine
-        self._probe = AdapterProbe(engine)
         self._in_flight = in_flight
         self._numbers = 0
         self._former: list[LoadedAdapter] = []
@@ -133,7 +132,7 @@ class AdapterSwitch:
                     )
                 _require_all_used(workers)
                 if probes:
-                    await self._probe.require_effect(request)
+                    await require_effect(self._engine, request)
         except EngineDeadError:
             raise
         except TimeoutError:
