@@ -19,8 +19,8 @@ from grpo_core.tree.environment_values import environment_name
 from grpo_env.bridges import EnvironmentUnusable, refuse_options
 from grpo_env.bridges.episodes import EpisodeTask, Observation, Result
 from grpo_env.bridges.harbor_tasks import HarborDirectory, read_task, task_directories
-from grpo_env.sandbox.container import OUTPUT_BYTES, Container, build, container, require_engine
-from grpo_env.sandbox.interface import MIB
+from grpo_env.sandbox.container import OUTPUT_BYTES, Container, container, succeed, succeed_at_start
+from grpo_env.sandbox.interface import MIB, SandboxFailed, SandboxUnusable
 from grpo_env.tasks import Answer, Message, RolloutFailed, Row, Split, TaskOptions
 from grpo_env.tasks.tool_calls import ToolCall, text_parameters, tool_calls
 
@@ -81,7 +81,7 @@ class HarborTask(EpisodeTask):
 
     def rows(self, split: Split) -> Sequence[Row] | None:
         """The tasks, by their names. Raises `SandboxUnusable` if Docker does not answer."""
-        require_engine()
+        succeed_at_start(["version"], "{error} Start it, or set DOCKER_HOST")
         return [{_TASK: name} for name in self._tasks] if split == "train" else None
 
     def prompt(self, row: Row) -> list[Message]:
@@ -102,9 +102,11 @@ class HarborTask(EpisodeTask):
         name = f"{_IMAGE}:{hashlib.sha256(str(task.path.resolve()).encode()).hexdigest()[:16]}"
         async with self._building[name]:
             if name not in self._images:
-                await build(
-                    task.path / "environment", name, task.config.environment.build_timeout_sec
-                )
+                words = ["build", "--quiet", "--tag", name, str(task.path / "environment")]
+                try:
+                    await succeed(words, task.config.environment.build_timeout_sec)
+                except SandboxFailed as error:
+                    raise SandboxUnusable(str(error)) from error
                 self._images[name] = name
         return name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -52,8 +51,9 @@ async def docker(
     """
     limits = Limits(seconds=seconds, output_bytes=OUTPUT_BYTES)
     hidden = {name: value for name, value in given.items() if not _OF_CLIENT.fullmatch(name)}
+    # What it started in a container is ended by that container's limit.
     return await run_docker(
-        LimitedCommand(["docker", *words], os.environ | hidden, limits, kill, measures_memory=False)
+        LimitedCommand(["docker", *words], os.environ | hidden, limits, measures_memory=False)
     )
 
 
@@ -75,12 +75,6 @@ async def succeed(
     if not ended.ok:
         raise SandboxFailed(f"docker {words[0]} failed:\n{ended.for_model()}")
     return ended.output
-
-
-async def kill(pid: int) -> None:
-    """The docker command. What it started in a container is ended by that container's limit."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def variables(given: Mapping[str, str]) -> list[str]:
@@ -183,17 +177,3 @@ async def container(image: str, resources: Resources) -> AsyncIterator[Container
         yield Container(name)
     finally:
         await asyncio.shield(docker(["rm", "--force", "--volumes", name]))
-
-
-def require_engine() -> None:
-    """Raises `SandboxUnusable` if no Docker engine answers."""
-    succeed_at_start(["version"], "{error} Start it, or set DOCKER_HOST")
-
-
-async def build(directory: Path, image: str, seconds: float) -> None:
-    """Build an image of a directory with a Dockerfile. Raises `SandboxUnusable`: it fails; the
-    message has its last lines."""
-    try:
-        await succeed(["build", "--quiet", "--tag", image, str(directory)], seconds)
-    except SandboxFailed as error:
-        raise SandboxUnusable(str(error)) from error
