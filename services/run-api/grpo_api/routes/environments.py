@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` f
 
 from grpo_api.errors import Refused
 from grpo_api.planning.batch_plan import minimum_groups
-from grpo_api.planning.run_view import RunView, environment_status
+from grpo_api.planning.run_view import environment_status
 from grpo_api.routes.openapi import json_body, refusals
 from grpo_api.routes.requests import (
     EnvironmentIdBody,
@@ -76,23 +76,20 @@ async def register_environment(
         min_batch_allocation=registration.min_batch_allocation,
     )
     if registration.min_batch_allocation:
-        _warn_of_scaled_minimums(await services.store.view())
+        run = await services.store.view()
+        least = run.demand().least
+        scaled = [
+            own.env_id
+            for own in run.connected()
+            if least.get(own.kind, 0) < minimum_groups(own.kind, own.minimum, run.batch_size)
+        ]
+        if scaled:
+            log.warning(
+                "min_batch_allocation.scaled_down",
+                env_ids=scaled,
+                hint="one batch cannot contain the min_batch_allocation of all; lower them",
+            )
     return enrolled
-
-
-def _warn_of_scaled_minimums(run: RunView) -> None:
-    least = run.demand().least
-    scaled = [
-        own.env_id
-        for own in run.connected()
-        if least.get(own.kind, 0) < minimum_groups(own.kind, own.minimum, run.batch_size)
-    ]
-    if scaled:
-        log.warning(
-            "min_batch_allocation.scaled_down",
-            env_ids=scaled,
-            hint="one batch cannot contain the min_batch_allocation of all; lower them",
-        )
 
 
 @router.post("/disconnect-env", responses=_REFUSALS, openapi_extra=json_body(EnvironmentId))

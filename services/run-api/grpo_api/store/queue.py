@@ -92,7 +92,12 @@ class GroupQueue:
             return await self._add(submission, limits, payloads)
         # A large payload is staged in pieces first, because queueing it in one command would block
         # Redis. It is staged only if there is room.
-        if await self._is_full(limits):
+        (totals,) = self._link.keys("totals")
+        held = await self._link.call(
+            "HMGET", totals, "queued_groups", "queued_bytes", "buffered_bytes"
+        )
+        groups, queued_bytes, buffered_bytes = (int(total or 0) for total in held)
+        if limits.fill(groups, queued_bytes + buffered_bytes) >= 1.0:
             return await self.earlier(submission)
         async with self._payloads.staged(payloads) as names:
             return await self._add(submission, limits, names)
@@ -109,14 +114,6 @@ class GroupQueue:
         run, written = await self._link.call("MGET", resets, receipt)
         of_run, _, answer = (written or b"").partition(b" ")
         return _repeated(submission, answer) if of_run == (run or b"0") else None
-
-    async def _is_full(self, limits: QueueLimits) -> bool:
-        (totals,) = self._link.keys("totals")
-        found = await self._link.call(
-            "HMGET", totals, "queued_groups", "queued_bytes", "buffered_bytes"
-        )
-        groups, queued_bytes, buffered_bytes = (int(total or 0) for total in found)
-        return limits.fill(groups, queued_bytes + buffered_bytes) >= 1.0
 
     async def _add(
         self, submission: Submission, limits: QueueLimits, contents: Contents
