@@ -72,9 +72,14 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
         served = await store.read(settings.redis_deadline_s)
         engine = await stack.enter_async_context(open_engine(arguments))
         weights = served.weights if served is not None else plan.weights
-        bridge = await bridge_at_start(
-            _engine_control(engine, settings.share_weights), settings, weights, store
+        engine_control = EngineControl(
+            engine,
+            settings.share_weights,
+            FINISHED_FIRST_TOKENS if device_type(engine) == "cpu" else 0,
+            stamps_versions=STAMPS_VERSIONS,
+            loads_weights=can_update_weights(),
         )
+        bridge = await bridge_at_start(engine_control, settings, weights, store)
         in_flight = InFlight(on_dropped=channel.dropped)
         # Not while a trainer writes: they go on soon.
         bridge.write_back.on_overdue = lambda: None if bridge.paused else in_flight.give_up_all()
@@ -121,16 +126,6 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
             raise EngineDied("a process of vLLM ended; its last lines in this log give the cause")
         if bridge.engine.broken:
             raise EngineDied("the engine failed in a pause or at loading weights, and is restarted")
-
-
-def _engine_control(engine: Any, shares_weights: bool) -> EngineControl:
-    return EngineControl(
-        engine,
-        shares_weights,
-        FINISHED_FIRST_TOKENS if device_type(engine) == "cpu" else 0,
-        stamps_versions=STAMPS_VERSIONS,
-        loads_weights=can_update_weights(),
-    )
 
 
 def _facts(engine: Any, loads_weights: bool) -> dict[str, str | int]:
