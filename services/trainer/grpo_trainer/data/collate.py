@@ -80,18 +80,6 @@ class MicroBatch:
         moved = self._with_tensors(lambda tensor: sent(tensor, device))
         return replace(moved, places=(row, column))
 
-    def first_rows(self, count: int) -> MicroBatch:
-        """The first `count` sequences, without padding that only others need."""
-        lengths = self.lengths[:count]
-        width = max(lengths)
-        return replace(
-            self._with_tensors(lambda t: t[:count, :width] if t.dim() == 2 else t[:count]),
-            lengths=lengths,
-            shared=self.shared[:count],
-            is_logged=self.is_logged[:count],
-            places=None,
-        )
-
     def without_weight(self) -> MicroBatch:
         """A single token of it, which adds 0 to every sum."""
         return replace(
