@@ -133,7 +133,16 @@ class AgentProgram:
             environment=client.variables(f"{SERVICE_URL}/v1") | row,
             readable=readable_places(self._words, self._sandbox.kind),
             service=client.socket,
-            limits=_limits(deadline_s),
+            # An agent may take its time, and imports large libraries.
+            limits=Limits(
+                seconds=deadline_s,
+                cpu_s=math.ceil(deadline_s),
+                memory_bytes=4096 * MIB,
+                file_bytes=1024 * MIB,
+                processes=512,
+                open_files=1024,
+                output_bytes=16 * MIB,
+            ),
         )
 
 
@@ -175,19 +184,6 @@ def _places_of(program: Path) -> set[Path]:
 def _is_path(word: str) -> bool:
     """Not a word such as `test` beside a directory of that name."""
     return ("/" in word or "." in word) and os.path.exists(word)
-
-
-def _limits(deadline_s: float) -> Limits:
-    """An agent may take its time, and imports large libraries."""
-    return Limits(
-        seconds=deadline_s,
-        cpu_s=math.ceil(deadline_s),
-        memory_bytes=4096 * MIB,
-        file_bytes=1024 * MIB,
-        processes=512,
-        open_files=1024,
-        output_bytes=16 * MIB,
-    )
 
 
 async def run_program(
