@@ -182,7 +182,9 @@ class Supervisor:
             if commit is not None:
                 self.commits.weights = commit.weights
             engine = await self._slot.launch(self.commits.weights)
-            if not await self._has_started(engine):
+            started, within_s = self._slot.channel.serving, self._settings.engine_deadline_s
+            await first_of(started.wait(), engine.ended, self._stop, within_s=within_s)
+            if not started.is_set():
                 crashed, code = engine.ended.done(), await self._slot.end()
                 if self._stop.done():
                     break
@@ -195,7 +197,13 @@ class Supervisor:
                 await require_like_others(self._settings, self._versions, self._slot.dtype)
             is_first = False
             self._slot.channel.release_parked()
-            await self._begin_serving(follows=commit is None)
+            self._policy.serving()
+            if self._follower is not None and commit is None:
+                self._follower.returned()  # for versions that were announced while it started
+            self._enter(ServerState.SERVING)
+            self._reason, self._answered_at = "", _now()
+            await self._look()
+            await self._save_served()
             if commit is not None and engine.ended.done():
                 self._enter(ServerState.RESTARTING)
                 commit = await self._after_failed_start(commit, await self._slot.end(), True)
@@ -230,23 +238,6 @@ class Supervisor:
         if self._versions is None or self._follower is None:
             return WeightRef()
         return await joined(self._settings, self._store, self._versions, self._follower)
-
-    async def _has_started(self, engine: Engine) -> bool:
-        """False if it ended, did not start in time, or at a stop."""
-        started, within_s = self._slot.channel.serving, self._settings.engine_deadline_s
-        await first_of(started.wait(), engine.ended, self._stop, within_s=within_s)
-        return started.is_set()
-
-    async def _begin_serving(self, follows: bool) -> None:
-        """Report that the engine serves. `follows`: look first for versions that were announced
-        while it started."""
-        self._policy.serving()
-        if self._follower is not None and follows:
-            self._follower.returned()
-        self._enter(ServerState.SERVING)
-        self._reason, self._answered_at = "", _now()
-        await self._look()
-        await self._save_served()
 
     async def _take_commits(
         self, engine: Engine, beside: list[asyncio.Future[None]]
