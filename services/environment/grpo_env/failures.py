@@ -31,10 +31,12 @@ class RolloutFailed(Exception):
 def is_of_machine(error: BaseException | None) -> bool:
     """Whether the machine or a service failed, and not the code or its arguments: a connection
     failed, a service answered 429 or 5xx, or memory, disk, files or processes ran out. Its causes
-    count, too."""
+    (`raise … from`, and those of an OSError, as urllib's) count, too. A broken pipe does not: its
+    program may be the model's."""
     while error is not None:
         names = {kind.__name__ for kind in type(error).__mro__}
-        if getattr(error, "of_machine", False) or names & _UNANSWERED:
+        is_unanswered = names & _UNANSWERED and not isinstance(error, BrokenPipeError)
+        if getattr(error, "of_machine", False) or is_unanswered:
             return True
         if isinstance(error, OSError) and error.errno in _OF_HOST:
             return True
@@ -44,7 +46,7 @@ def is_of_machine(error: BaseException | None) -> bool:
             return True
         if (status := _status(error)) == _TOO_MANY or 500 <= status < 600:
             return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or (error.__context__ if isinstance(error, OSError) else None)
     return False
 
 

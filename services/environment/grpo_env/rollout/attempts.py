@@ -92,15 +92,15 @@ class Attempts:
         """Note how it ended, and warn if losses are biased. Returns the line of `lost.jsonl`; None
         if the group was not lost, or its scores are equal."""
         one, task, lost = self._of(attempt.item), attempt.item.task.name, sampled.lost
-        longest = max(sampled.completion_lengths, default=None)
+        if lost is not None and lost.reason is FailureReason.EQUAL_SCORES:
+            lost = None
+        longest = max(sampled.completion_lengths, default=0) or None  # 0: not sampled to its end
         if lost is not None:
             one.lost[lost.reason.value] += 1
         if sampled.group is not None:
             one.graded += 1
             one.scores += sum(grade.score for grade in sampled.grades) / len(sampled.grades)
             one.tokens += longest or 0
-        if lost is not None and lost.reason is FailureReason.EQUAL_SCORES:
-            lost = None
         easy = attempt.mean_score
         values = (prompt_tokens, longest, attempt.mean_tokens, None if easy is None else -easy)
         self._losses[task].add(task, attempt.block, lost.reason.value if lost else "", values)
@@ -140,10 +140,10 @@ class LossBias:
             for why, known in ended:
                 if (value := known[at]) is not None:
                     groups[why].append(value)
-            kept = groups.pop("", [])
-            for why, lost in groups.items():
+            for why in groups.keys() - {""}:
                 evidence = self._evidence[why, measure]
-                if evidence.add(lost, kept) >= ENOUGH and not evidence.is_told:
+                others = [v for reason, values in groups.items() if reason != why for v in values]
+                if evidence.add(groups[why], others) >= ENOUGH and not evidence.is_told:
                     evidence.is_told = True
                     hint = f"training sees too little of them: {_ADVICE.get(why, _OWN_CODE)}"
                     told: dict[str, Any] = {"task": task, "reason": why, "towards": measure}

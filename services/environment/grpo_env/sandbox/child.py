@@ -173,7 +173,9 @@ async def _watch(reason: Reason, used: Callable[[], int], most: int, run: _Run) 
 
 def _out_of_memory() -> int:
     """How often the kernel has ended a process because memory ran out, here or in a cgroup."""
-    return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split(None, 1)[0])
+    with contextlib.suppress(FileNotFoundError):  # where /proc shows processes only
+        return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split(None, 1)[0])
+    return 0
 
 
 def memory_bytes(pid: int, places: Sequence[str]) -> int:

@@ -28,7 +28,8 @@ from grpo_trainer.errors import RolloutMismatch
 _CAUSE = (
     "The values were changed between the server's answer and the trainer: by a relay, a proxy or "
     "the environment. Let each of them pass on token ids, logprobs, versions and scores as they "
-    "are. No weight was changed by this batch."
+    "are. What changes them on purpose must drop rollout_receipt from overrides. No weight was "
+    "changed by this batch."
 )
 
 

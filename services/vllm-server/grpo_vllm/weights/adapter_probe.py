@@ -37,7 +37,7 @@ async def require_effect(engine: Any, request: Any) -> None:
     if await _logprobs(engine, request) != base:
         return
     tensors = load_file(Path(request.lora_path) / ADAPTER_WEIGHTS)
-    size = max(float(t.abs().max()) for name, t in tensors.items() if _B in name)
+    size = max((float(t.abs().max()) for name, t in tensors.items() if _B in name), default=0.0)
     if size == 0:
         log.info("adapter.zero", name=request.lora_name, reason="its B is 0: the base model")
         return
@@ -47,9 +47,11 @@ async def require_effect(engine: Any, request: Any) -> None:
         save_file(larger, directory / ADAPTER_WEIGHTS)
         number = _NUMBERS + request.lora_int_id
         copy = LoRARequest(f"{request.lora_name}, larger", number, str(directory))
-        await engine.add_lora(copy)
-        found = await _logprobs(engine, copy)
-        await engine.remove_lora(number)
+        try:
+            await engine.add_lora(copy)
+            found = await _logprobs(engine, copy)
+        finally:
+            await engine.remove_lora(number)
     if found == base:
         raise ValueError(
             "the server answers with the base model in its place, also after its B was divided "
