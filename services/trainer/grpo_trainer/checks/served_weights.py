@@ -275,6 +275,9 @@ class PublicationCheck:
 
     def _cause(self, served: Tensor, alignment: Alignment) -> str:
         base, previous, mean = mean_distance(served, self._base), alignment.previous, alignment.mean
+        with without_dropout(self._policy):
+            if FAR_BETTER * mean_distance(served, self._logprobs()) < mean:
+                return "dropout is on in the trainer's policy, which the check compares"
         for layer in adapted_layers(self._policy):
             with adapter_scaled(self._policy, 0.0, layer):
                 without = mean_distance(served, self._logprobs())
@@ -287,9 +290,6 @@ class PublicationCheck:
             return "the server serves the model that it was started with, without any training"
         if FAR_BETTER * previous < mean:
             return "the server still serves the weights of the previous publication"
-        with without_dropout(self._policy):
-            if FAR_BETTER * mean_distance(served, self._logprobs()) < mean:
-                return "dropout is on in the trainer's policy, which the check compares"
         for factor in OTHER_SCALES:
             with adapter_scaled(self._policy, factor):
                 scaled = mean_distance(served, self._logprobs())
