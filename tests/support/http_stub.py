@@ -33,6 +33,10 @@ class StubServer:
         return [body for name, body in self.seen if name == route]
 
 
+def _unknown(_body: dict[str, Any]) -> tuple[int, Any]:
+    return 404, {"detail": "Not Found"}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     stub: StubServer
@@ -53,7 +57,10 @@ class _Handler(BaseHTTPRequestHandler):
             raw = gzip.decompress(raw)
         name, body = f"{self.command} {self.path}", json.loads(raw or b"{}")
         self.stub.seen.append((name, body))
-        route = self.stub.routes.get(name, lambda _: (404, {"detail": "Not Found"}))
+        try:
+            route = self.stub.routes[name]
+        except KeyError:
+            route = _unknown
         status, answer, *headers = route(body)
         payload = json.dumps(answer).encode()
         self.send_response(status)
