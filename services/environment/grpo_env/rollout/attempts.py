@@ -124,7 +124,7 @@ class LossBias:
 
     def __init__(self) -> None:
         self._blocks: defaultdict[int, list[tuple[str, Sequence[float | None]]]] = defaultdict(list)
-        self._evidence: defaultdict[tuple[str, str], Evidence] = defaultdict(Evidence)
+        self._evidence: defaultdict[tuple[str, str], LossEvidence] = defaultdict(LossEvidence)
 
     def add(self, task: str, block: int, reason: str, values: Sequence[float | None]) -> None:
         """Note an attempt, and warn once of a reason and a measure.
@@ -154,7 +154,7 @@ class LossBias:
                     log.warning("attempts.biased", **told, by_chance=FALSE_ALARMS, hint=hint)
 
 
-class Evidence:
+class LossEvidence:
     """Whether lost attempts have higher values than the others of their block.
 
     In a block, m of n attempts are lost. a = rank / n - 1/2 of each of the n values; equal values

@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from structlog.testing import capture_logs
 
-from grpo_env.rollout.attempts import BLOCK, Evidence, LossBias
+from grpo_env.rollout.attempts import BLOCK, LossBias, LossEvidence
 from grpo_env.rollout.producer import GroupProducer
 from grpo_env.settings import EnvServerSettings
 from grpo_env.tasks.item_stream import ItemStream
@@ -54,7 +54,7 @@ def test_the_mean_evidence_of_all_ways_to_lose_attempts_is_at_most_1(
     ways = [*combinations(range(len(values)), lost)]
     evidence = [
         math.exp(
-            Evidence().add(
+            LossEvidence().add(
                 [values[at] for at in way],
                 [value for at, value in enumerate(values) if at not in way],
             )

@@ -84,6 +84,16 @@ def test_a_service_that_fails_is_told_from_a_wrong_request(ask: Any, judge: Any)
     assert not told("404")
 
 
+def test_what_a_tool_says_of_a_failure_and_a_program_that_ended_are_answers() -> None:
+    """The tool's author has made a text for the model, or the program is the model's."""
+    error = ValueError("no such page")
+    error.__context__ = ConnectionError()
+    assert not is_of_machine(error)
+    error.__cause__ = ConnectionError()
+    assert is_of_machine(error)
+    assert not is_of_machine(BrokenPipeError())
+
+
 @pytest.mark.parametrize("how", ["500", "closes", "hangs"])
 async def test_a_judge_that_fails_gives_no_score(judge: Any, how: str) -> None:
     def reward(_answer: str, _row: Row) -> float:
