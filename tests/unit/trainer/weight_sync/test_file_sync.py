@@ -41,7 +41,7 @@ from grpo_trainer.weight_sync.files import FileSync
 from grpo_trainer.weight_sync.servers import Publisher, ServedPublication, ServerWatch
 from grpo_trainer.weight_sync.source import WeightSource
 from tests.support.directories import names
-from tests.support.wait import DEADLINE_S
+from tests.support.wait import DEADLINE_S, wait_for
 from tests.unit.trainer.served_model import ServedModel
 from tests.unit.trainer.server_stand_in import StandIn
 from tests.unit.trainer.tiny_policy import LORA, gather_gradient, optimizer_of
@@ -622,6 +622,7 @@ def test_a_version_that_was_lost_with_all_servers_holds_up_no_restart(bench: New
             assert head is not None
             assert (head.id, head.kind) == ("3-0", BASE)
             server.becomes(state=ServerState.SERVING, lacks="")
+            wait_for(lambda: rig.server.engine.version == head.version)  # it loads no more
             return StandInServer.info(rig.server)
 
         rig.server.info = joins  # type: ignore[method-assign]
