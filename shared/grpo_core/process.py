@@ -72,9 +72,12 @@ def reap_orphans(spare: frozenset[int]) -> None:
 def children(process: int | str = "self") -> frozenset[int]:
     """Process ids of a process's direct children, zombies included; none if it has ended."""
     found: set[int] = set()
-    for task in Path(f"/proc/{process}/task").glob("*/children"):  # one list per thread that forked
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            found.update(map(int, task.read_text().split()))
+    tasks = Path(f"/proc/{process}/task")
+    ended = (FileNotFoundError, ProcessLookupError)  # meanwhile, too
+    with contextlib.suppress(*ended):
+        for task in os.listdir(tasks):  # one list per thread that forked
+            with contextlib.suppress(*ended):
+                found.update(map(int, (tasks / task / "children").read_text().split()))
     return frozenset(found)
 
 

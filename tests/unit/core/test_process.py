@@ -6,13 +6,14 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from grpo_core import cpu
 from grpo_core.cpu import SPIN_COUNT, WAIT_POLICY, Cpu, prepare_cpu
-from grpo_core.process import ManagedProcess
+from grpo_core.process import ManagedProcess, children
 
 DEADLINE_S = 60.0
 NAME, OURS = SPIN_COUNT
@@ -144,3 +145,13 @@ def test_cores_are_those_that_this_process_may_use(
     monkeypatch.setattr(cpu, "QUOTA", file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     assert Cpu.find().cores == expected
+
+
+def test_a_process_that_ends_meanwhile_has_no_children() -> None:
+    for _ in range(200):
+        with subprocess.Popen(["true"]) as process:
+            reaped = threading.Thread(target=process.wait)
+            reaped.start()
+            while reaped.is_alive():
+                assert not children(process.pid)
+            reaped.join()
