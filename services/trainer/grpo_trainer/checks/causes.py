@@ -50,8 +50,9 @@ class Cause(StrEnum):
         "prompt's placeholders, and whether the environment drops the first logprob"
     )
     TEMPERATURE = (
-        "the completions were not sampled at the temperature that their group states (1.0 if the "
-        "group states no temperature): let the environment send generation_params.temperature"
+        "the completions were not sampled at the temperature that their group states (1.0 if it "
+        "states none), or their logprobs are those of another one: let the environment send "
+        "generation_params.temperature, and no raw logprobs, which are those of temperature 1"
     )
     SCALED = (
         "inference_logprobs are multiplied by a constant: let the environment send natural "
