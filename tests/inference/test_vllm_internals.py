@@ -264,3 +264,18 @@ def test_readme_names_the_sizes_of_heads_that_vllm_computes_on_a_cpu(internals: 
     claimed = readme.split("heads of size ")[1].split(", and")[0]
     sizes = [int(word) for word in claimed.replace(" or", ",").split(", ")]
     assert sizes == CPUAttentionBackend.get_supported_head_sizes()
+
+
+@pytest.mark.usefixtures("environment")
+def test_workers_of_one_host_join_a_group_and_those_of_several_do_not(
+    internals: ModuleType, tiny_model: Path
+) -> None:
+    """The workers of a server fill one directory."""
+    from grpo_vllm.engine.main import _facts
+
+    config = engine_config(internals, tiny_model)
+    engine = SimpleNamespace(vllm_config=config, model_config=config.model_config)
+    config.parallel_config.world_size = 2
+    assert _facts(engine, loads_weights=True)["workers"] == 2
+    config.parallel_config.nnodes = 2
+    assert _facts(engine, loads_weights=True)["workers"] == 0
