@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,11 +67,12 @@ def files_of(path: str) -> Iterator[Path]:
 
 def _modules_beside(file: Path) -> Iterator[tuple[str, str]]:
     """Names of the modules that were imported from the file's directory, and their files in it."""
+    directory = os.path.join(file.parent, "")
     for name, module in [*sys.modules.items()]:
-        place = "/".join(name.split("."))
-        for beside in (f"{place}.py", f"{place}/__init__.py"):
-            if getattr(module, "__file__", None) == str(file.parent / beside):
-                yield name, beside
+        found = getattr(module, "__file__", None) or ""
+        beside, place = found.removeprefix(directory), name.replace(".", "/")
+        if found.startswith(directory) and beside in (f"{place}.py", f"{place}/__init__.py"):
+            yield name, beside
 
 
 def forget_own_functions() -> None:
@@ -80,5 +82,6 @@ def forget_own_functions() -> None:
         if own.startswith(_PREFIX) and module.__file__:
             for name, _ in _modules_beside(Path(module.__file__)):
                 del sys.modules[name]
+            del sys.modules[own]
     _loaded.cache_clear()
     own_function.cache_clear()
