@@ -203,7 +203,7 @@ unit-services: $(VENV)/.installed-dev
 
 .PHONY: inference
 inference: $(VENV)/.installed-dev # One session: compatibility is tested on the servers of tests/inference.
-	@$(PYTEST) tests/inference tests/silent_faults tests/compat
+	@$(subst -m pytest,-m tests.support.preloaded pytest,$(PYTEST)) tests/inference tests/silent_faults tests/compat
 
 .PHONY: test-vllm
 test-vllm: $(VENV)/.installed-dev ## Test another vLLM: VERSION=0.28 runs it on this CPU, WHEEL=<file> only reads it

@@ -17,7 +17,7 @@ import pytest
 
 from tests.compat.reference_commands import ENVIRONMENT, GRPO, GRPO_RUN, SERVER, Command, commands
 from tests.compat.terminals import Terminal, has_namespaces, run_session
-from tests.fixtures.inference import ENVIRONMENT as ON_A_CPU
+from tests.support.preloaded import ENVIRONMENT as ON_A_CPU
 
 COMPAT = Path(__file__).parents[2] / "scripts" / "compat"
 STEPS = "3"

@@ -23,7 +23,7 @@ Post = Callable[[Body, dict[str, str]], Awaitable[tuple[int, Any]]]
 """Sends body and headers; returns status and answer."""
 CLIENTS = 12
 TIMEOUT_S = 300.0
-LONGEST_TOKENS = 200
+LONGEST_TOKENS = 80
 
 
 @dataclass

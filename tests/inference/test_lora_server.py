@@ -76,20 +76,20 @@ def test_after_every_swap_the_new_adapter_is_served_and_nothing_of_the_one_befor
     lora: HandedOffServer,
 ) -> None:
     """This includes prompts that are in the KV cache of the previous adapter."""
-    policies = [load(lora.server.model, adapter) for adapter in lora.weights]
+    policies = [load(lora.server.model, adapter) for adapter in lora.weights[:2]]
     lora.publish(lora.weights[0])
-    for i in (1, 2, 0):
+    for before, after in ((0, 1), (1, 0)):
         lora.sample(LONG)
-        version = lora.publish(lora.weights[i])
+        version = lora.publish(lora.weights[after])
         for prompt in (SHORT, LONG):
-            assert lora.difference(policies[i], prompt) < FILE_NOISE
-            assert lora.difference(policies[i - 1], prompt) > FILE_MOVED
+            assert lora.difference(policies[after], prompt) < FILE_NOISE
+            assert lora.difference(policies[before], prompt) > FILE_MOVED
         assert lora.sample(SHORT)[2] == [list(version)] * 2
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """A completion of 500 tokens during which the adapter changed, and a short one started
+    """A completion of 200 tokens during which the adapter changed, and a short one started
     afterwards."""
 
     version_before: PolicyVersion
@@ -103,7 +103,7 @@ def swap_during_a_request(lora: HandedOffServer) -> Overlap | None:
     """None if the long request ended before the short one."""
     before = lora.publish(lora.weights[0])
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(lora.sample, SHORT, 500)
+        long = pool.submit(lora.sample, SHORT, 200)
         wait_for(lambda: running_sequences(lora.server) > 0 or long.done())
         version = lora.publish(lora.weights[1])
         short = lora.sample(SHORT)

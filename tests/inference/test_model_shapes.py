@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from grpo_core.process import ProcessFailed
 from grpo_core.tree.trainer_command import CommandLine
@@ -87,12 +86,9 @@ def synced(
         **options,
     ).settings()
     sync = build_weight_sync(settings)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as many as the server leaves
     try:
         yield sync, server
     finally:
-        torch.set_num_threads(threads)
         sync.close()
         stop_inference(server)
 
@@ -137,11 +133,3 @@ def require_refusal(model: Path, mode: str, redis_url: str, directory: Path, why
     with pytest.raises(ProcessFailed):
         start_inference(model, directory, *flags, shares=mode == SHARED)
     assert why in (directory / "vllm-server.log").read_text()
-
-
-def test_heads_that_the_cpu_build_does_not_compute_are_refused(
-    redis_url: str, tmp_path: Path
-) -> None:
-    small_heads = Shape(LlamaConfig, vocabulary=512, changes={"head_dim": 16})
-    model = small_heads.save(tmp_path / "model")
-    require_refusal(model, NONE, redis_url, tmp_path, "attention heads have size 16")

@@ -9,9 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from grpo_core import cpu
 from grpo_core.weights.directory_checks import UnusableWeights
+from tests.support.shapes import Shape
 from tests.unit.trainer.tiny_policy import model_directory
 
 # vLLM's modules warn when they are first imported, which may be here.
@@ -105,6 +107,18 @@ async def test_a_model_with_random_weights_is_not_served(args: ModuleType, tmp_p
     file.write_text(file.read_text().replace('embeddings": true', 'embeddings": false'))
     arguments = args.parse_engine_arguments(["--model", str(model)])
     with pytest.raises(UnusableWeights, match=r"lack .*: lm_head\.weight"):
+        async with open_engine(arguments):
+            pass
+
+
+async def test_heads_that_the_cpu_build_does_not_compute_are_refused(
+    args: ModuleType, tmp_path: Path
+) -> None:
+    from grpo_vllm.engine.vllm_compat.launch import open_engine
+
+    model = Shape(LlamaConfig, vocabulary=512, changes={"head_dim": 16}).save(tmp_path)
+    arguments = args.parse_engine_arguments(["--model", str(model)])
+    with pytest.raises(SystemExit, match="attention heads have size 16"):
         async with open_engine(arguments):
             pass
 

@@ -6,7 +6,9 @@ supervisor runs in its own process. To start its fork server it runs `fork_serve
 requests a fork from this process and ends when the fork ends.
 
 `python -m tests.support.preloaded fork SOCKET` runs the process that forks, `python -m
-tests.support.preloaded serve OPTION...` a server (`python -m grpo_vllm OPTION...`).
+tests.support.preloaded serve OPTION...` a server (`python -m grpo_vllm OPTION...`), and `python -m
+tests.support.preloaded pytest ARGUMENT...` a process that forks both servers and pytest: tests that
+look at vLLM themselves do not import it again.
 """
 
 from __future__ import annotations
@@ -17,26 +19,34 @@ import functools
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from grpo_core.process import killed_with_parent
 from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 
 VARIABLE = "GRPO_TEST_FORK_SOCKET"
 MODULE = "tests.support.preloaded"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 _CLIENT = Path(__file__).with_name("fork_server_client")
 _REQUEST_BYTES = 1024 * 1024
 
 
 @functools.cache
 def fork_socket() -> str:
-    """Socket of the session's process; the first call starts the process, which ends at exit."""
+    """Socket of the session's process. Where pytest is no fork of it, the first call starts the
+    process, which ends at exit."""
+    if VARIABLE in os.environ:
+        return os.environ[VARIABLE]
     from grpo_core.process import ManagedProcess
-    from tests.fixtures.inference import ENVIRONMENT
     from tests.support.wait import wait_for
 
     # Unix socket paths are limited to 107 bytes, and pytest's directories may be longer.
@@ -55,8 +65,9 @@ def fork_socket() -> str:
 def main() -> None:
     role, *arguments = sys.argv[1:]
     if role == "fork":
-        _fork_on_request(arguments[0])
-        return
+        sys.exit(_fork_on_request(_preloaded(arguments[0])))
+    elif role == "pytest":
+        sys.exit(_run_pytest(arguments))
     from grpo_vllm.__main__ import main as serve
 
     # `env python3` finds this interpreter, and not a shim.
@@ -65,7 +76,32 @@ def main() -> None:
     serve(arguments)
 
 
-def _fork_on_request(path: str) -> None:
+def _run_pytest(arguments: list[str]) -> int:
+    """Serve forks until pytest ends. Returns its exit status."""
+    os.environ.update(ENVIRONMENT)
+    directory = tempfile.mkdtemp(prefix="grpo-")
+    path = str(Path(directory) / "fork.sock")
+    listener = _preloaded(path)
+    pid = os.fork()
+    if pid == 0:
+        killed_with_parent()
+        listener.close()
+        del os.environ[SERVER_VARIABLE]
+        os.environ[VARIABLE] = path
+        # Of plugins that vLLM imports too
+        sys.argv = ["pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]
+        import pytest
+
+        return pytest.main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to pytest, too
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
+    status = _fork_on_request(listener, pid)
+    shutil.rmtree(directory)
+    return status
+
+
+def _preloaded(path: str) -> socket.socket:
+    """The listening socket, once all imports are done."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(16)
@@ -84,8 +120,15 @@ def _fork_on_request(path: str) -> None:
 
     # On a machine without vLLM's cache of models, each looks at its class in a process of its own.
     registry._run_in_subprocess = lambda look: look()
+    return listener
+
+
+def _fork_on_request(listener: socket.socket, tests: int | None = None) -> int:
+    """Until the process `tests` ends, if one is given. Returns its exit status."""
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
+    if tests is not None:
+        watched.register(os.pidfd_open(tests), selectors.EVENT_READ)
     while True:
         # A fork and its client may both end within one batch of events.
         ended: set[int] = set()
@@ -99,12 +142,15 @@ def _fork_on_request(path: str) -> None:
                     client.close()
                     watched.close()
                     _become_host(json.loads(message), descriptors)
-                    return
                 for descriptor in descriptors:
                     os.close(descriptor)
                 pidfd = os.pidfd_open(pid)
                 watched.register(client, selectors.EVENT_READ, (client, pid, pidfd))
                 watched.register(pidfd, selectors.EVENT_READ, (client, pid, pidfd))
+            elif key.data is None:
+                assert tests is not None
+                _, status = os.waitpid(tests, 0)
+                return os.waitstatus_to_exitcode(status)
             elif key.data[1] not in ended:
                 ended.add(key.data[1])
                 _end(watched, *key.data)
@@ -122,8 +168,7 @@ def _end(watched: selectors.DefaultSelector, client: socket.socket, pid: int, pi
     client.close()
 
 
-def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
-    from grpo_core.process import killed_with_parent
+def _become_host(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     from grpo_vllm import forkserver
 
     killed_with_parent()
@@ -135,6 +180,7 @@ def _become_host(request: dict[str, Any], descriptors: list[int]) -> None:
     sys.path[1:1] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.argv = ["fork_server", str(supervisor), *request["arguments"]]
     forkserver.main()
+    sys.exit()
 
 
 if __name__ == "__main__":
