@@ -35,7 +35,6 @@ SESSIONS = {
 """Lines of a document, and what a trainer exports at its end."""
 AT_ONCE = (204, 206, 215, 227, 229, 233, 242, 255, 257, 261, 270)
 """Three modes on one host, in `middle`."""
-IN_EVERY_TEST = "latest lora_only"
 _VALUES = {"--training-steps": STEPS}
 _MODELS = {"--model", "--model-name", "--openai.model_name", "--env.tokenizer_name"}
 _SMALL = {
@@ -46,7 +45,10 @@ _SMALL = {
     "WANDB_MODE": "offline",
 }
 
-pytestmark = pytest.mark.skipif(not has_namespaces(), reason="no network namespaces (unshare)")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not has_namespaces(), reason="no network namespaces (unshare)"),
+]
 
 
 @pytest.fixture
@@ -62,10 +64,7 @@ def desk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "session",
-    [pytest.param(n, marks=[] if n == IN_EVERY_TEST else [pytest.mark.full]) for n in SESSIONS],
-)
+@pytest.mark.parametrize("session", SESSIONS)
 def test_a_session_trains_and_exports(session: str, desk: Path, tiny_model: Path) -> None:
     lines, exported = SESSIONS[session]
     document = session.split()[0]
@@ -74,7 +73,6 @@ def test_a_session_trains_and_exports(session: str, desk: Path, tiny_model: Path
     _require_trained(desk, exported, sessions=1)
 
 
-@pytest.mark.full
 def test_three_modes_train_side_by_side(desk: Path, tiny_model: Path) -> None:
     statuses = run_session([*_terminals("middle", AT_ONCE, desk, tiny_model)], desk)
     assert set(statuses.values()) == {0}, _ends(desk)
