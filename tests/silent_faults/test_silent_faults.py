@@ -16,8 +16,8 @@ from tests.silent_faults.faults import ALSO, FAULTS, LORA, SHARED, Fault
 from tests.silent_faults.runs import Site, lora_site, run_with, shared_site
 
 LEAST_FAULTS, LEAST_THREADS = 40, 15
-IN_MAKE_TEST = {"stale weights", "NaN reward as 0"}
-HEALTHY_STEPS = 10
+IN_MAKE_TEST = {"stale weights", "shifted logprobs"}
+HEALTHY_STEPS = 6
 OF_EVERY_TEST = [
     pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.full)
     for name, fault in (FAULTS | ALSO).items()

@@ -72,9 +72,8 @@ class Kill:
 
 
 def _kills() -> Iterator[Kill]:
-    always = {(SERVER, HALF_WRITTEN), (ENGINE, TRAINING), (TRAINER, SAVED)}
     for stage in (TRAINING, SAVED):
-        yield Kill((REDIS, RUN_API), stage, always=True)
+        yield Kill((REDIS, RUN_API), stage, always=stage == SAVED)
     for name, stages in (
         *((name, STAGES) for name in (RUN_API, REDIS, SERVER)),
         (TRAINER, [*STAGES, *SAVING_STAGES]),
@@ -82,7 +81,7 @@ def _kills() -> Iterator[Kill]:
         (ENVIRONMENT, [WAITING]),
     ):
         for stage in stages:
-            yield Kill((name,), stage, always=(name, stage) in always)
+            yield Kill((name,), stage, always=(name, stage) == (SERVER, HALF_WRITTEN))
     for mode in OTHER_MODES:
         yield Kill((ENGINE,), WAITING, mode)
         for name in (SUPERVISOR, REDIS, TRAINER):

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from grpo_core.clients.run_api import TrainerClient
+from grpo_core.provenance.verify import STATES
 from grpo_core.wire.run_api import EnvironmentCount, Registration
 from grpo_core.wire.scored_group import ScoredGroup
-from grpo_trainer.checkpoint.store import STATES
 from tests.integration.run_api_calls import REGISTRATION
 from tests.support.batches import next_batch
 from tests.whole_run.commands import BATCH_SIZE, ENVIRONMENT, STATE_INTERVAL, TRAINER

@@ -12,8 +12,6 @@ import pytest
 
 from grpo_core.process import ManagedProcess
 from tests.support.preloaded import MODULE as PRELOADED
-from tests.upgrade.make_golden import GOLDEN
-from tests.upgrade.run import FACTS
 from tests.whole_run.commands import (
     ENVIRONMENT,
     REDIS,
@@ -34,6 +32,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree of the commit that made the golden run."""
+    from tests.upgrade.make_golden import GOLDEN  # imports torch, which no other test here needs
+    from tests.upgrade.run import FACTS
+
     with tarfile.open(GOLDEN) as packed:
         facts = packed.extractfile(FACTS)
         assert facts is not None
