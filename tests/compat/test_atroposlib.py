@@ -41,21 +41,33 @@ ARCHIVED_KEYS = {
 """What the archived server puts into every item of a batch, and its trainer reads."""
 
 
-@pytest.fixture
-def http(clean_run_api: str) -> Iterator[ApiClient]:
+@pytest.fixture(scope="module")
+def http(run_api_url: str) -> Iterator[ApiClient]:
     """A trainer that has registered and polled."""
     sizes = {"batch_size": GROUPS * GROUP_SIZE, "max_token_len": 512}
-    with ApiClient(base_url=clean_run_api) as client:
+    with ApiClient(base_url=run_api_url) as client:
+        client.get("/reset_data").raise_for_status()
         client.start(wandb_group="a group", wandb_project="", **sizes)
         yield client
 
 
-def test_calls_of_the_environment_base(
-    upstream: Upstream, http: ApiClient, tiny_model: Path, tmp_path: Path
-) -> None:
-    request = {"url": str(http.base_url).rstrip("/"), "tokenizer": str(tiny_model)}
-    seen = run_script(upstream, "environment_calls.py", request, tmp_path)
+@pytest.fixture(scope="module")
+def calls(
+    upstream: Upstream,
+    http: ApiClient,
+    shared_server: InferenceServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Any:
+    model = str(shared_server.model)
+    request = {
+        "environment": {"url": str(http.base_url).rstrip("/"), "tokenizer": model},
+        "inference": {"base_url": f"{shared_server.url}/v1", "model": model},
+    }
+    return run_script(upstream, "calls.py", request, tmp_path_factory.mktemp("calls"))
 
+
+def test_calls_of_the_environment_base(calls: Any, http: ApiClient) -> None:
+    seen = calls["environment"]
     registered = http.get("/environments").json()
     assert [environment["env_id"] for environment in registered] == [seen["env_id"]]
     assert seen["name"] == "calls_0"
@@ -88,13 +100,9 @@ MASKED = -100
 MAX_TOKENS = 6
 
 
-@pytest.fixture(scope="module")
-def seen(
-    upstream: Upstream, shared_server: InferenceServer, tmp_path_factory: pytest.TempPathFactory
-) -> Any:
-    request = {"base_url": f"{shared_server.url}/v1", "model": str(shared_server.model)}
-    directory = tmp_path_factory.mktemp("inference-calls")
-    return run_script(upstream, "inference_calls.py", request, directory)
+@pytest.fixture
+def seen(calls: Any) -> Any:
+    return calls["inference"]
 
 
 def test_openai_routes(seen: Any) -> None:

@@ -93,11 +93,9 @@ def test_the_archived_names_run_our_programs(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program, "--version"])
     monkeypatch.syspath_prepend(COMPAT)
+    module = program.removesuffix(".py").replace("/", ".")
     with pytest.raises(SystemExit):
-        if program.endswith(".py"):
-            runpy.run_path(str(COMPAT / program), run_name="__main__")
-        else:
-            runpy.run_module(program, run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     assert capsys.readouterr().out.startswith(f"{ARCHIVED[program]} ")
 
 

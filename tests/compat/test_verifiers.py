@@ -19,15 +19,19 @@ OTHERS = {"mcp", "mcp-types", "openai"}
 
 
 @pytest.mark.parametrize(
-    ("pins", "checks", "tests"),
+    ("pins", "checks", "tier", "tests"),
     [
-        ("verifiers.txt", "current.py", 19),
-        pytest.param("verifiers-classic.txt", "classic.py", 24, marks=pytest.mark.full),
+        ("verifiers.txt", "current.py", "not full", 17),
+        pytest.param("verifiers.txt", "current.py", "full", 2, marks=pytest.mark.full),
+        pytest.param("verifiers-classic.txt", "classic.py", "", 24, marks=pytest.mark.full),
     ],
 )
-def test_its_environments_run_as_tasks(pins: str, checks: str, tests: int, tmp_path: Path) -> None:
+def test_its_environments_run_as_tasks(
+    pins: str, checks: str, tier: str, tests: int, tmp_path: Path
+) -> None:
     python = installed(ROOT / "requirements" / pins).python
     command = [python, "-m", "pytest", f"--rootdir={ROOT}", "--noconftest", "-W", "ignore"]
+    command += ["-m", tier]
     command += ["-p", "tests.unit.env.conftest", "-p", "tests.compat.bridge.both"]
     command += [ROOT / "tests/compat/bridge" / name for name in (checks, "both.py")]
     path = os.pathsep.join(map(str, SOURCES))

@@ -95,6 +95,7 @@ async def test_a_tool_conversation_repeats_what_the_policy_said_to_the_letter() 
     task.close()
 
 
+@pytest.mark.full
 async def test_a_tool_conversation_is_one_sequence_with_the_very_tokens_that_were_sampled(
     tokenizer_dir: Path,
 ) -> None:

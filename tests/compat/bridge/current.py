@@ -70,6 +70,7 @@ async def test_rollouts_side_by_side_are_answered_by_their_own_dialogues() -> No
     task.close()
 
 
+@pytest.mark.full
 async def test_mistakes_in_calls_are_results_of_the_tool() -> None:
     task = task_of("calculator")
     unknown = "context_length_exceeded? " + CALL.replace("calculator_add", "divide")

@@ -1,14 +1,8 @@
-"""What atroposlib's environment base asks of run-api, call by call.
-
-Called as `python environment_calls.py <request.json> <answer.json>`.
-"""
+"""What atroposlib's environment base asks of run-api, call by call."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -88,8 +82,3 @@ async def calls(url: str, tokenizer: str) -> dict[str, Any]:
 async def queue_size(url: str) -> int:
     async with aiohttp.ClientSession() as session, session.get(f"{url}/status") as answer:
         return (await answer.json())["queue_size"]
-
-
-if __name__ == "__main__":
-    request_path, answer_path = map(Path, sys.argv[1:])
-    answer_path.write_text(json.dumps(asyncio.run(calls(**json.loads(request_path.read_text())))))

@@ -1,14 +1,7 @@
-"""What atroposlib's client of the inference server asks of it, call by call.
-
-Called as `python inference_calls.py <request.json> <answer.json>`.
-"""
+"""What atroposlib's client of the inference server asks of it, call by call."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import tenacity
@@ -81,8 +74,3 @@ async def refused(manager: ServerManager) -> int:
     except tenacity.RetryError as error:
         return error.last_attempt.exception().status
     return 200
-
-
-if __name__ == "__main__":
-    request_path, answer_path = map(Path, sys.argv[1:])
-    answer_path.write_text(json.dumps(asyncio.run(calls(**json.loads(request_path.read_text())))))
