@@ -21,7 +21,7 @@ from tests.support.wait import wait_for
 Body = dict[str, Any]
 Post = Callable[[Body, dict[str, str]], Awaitable[tuple[int, Any]]]
 """Sends body and headers; returns status and answer."""
-CLIENTS = 12
+CLIENTS = 6
 TIMEOUT_S = 300.0
 LONGEST_TOKENS = 80
 

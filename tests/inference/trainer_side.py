@@ -31,7 +31,7 @@ from tests.support.wait import wait_for
 
 LR = 1e-2
 """Large, so that every step moves the logprobs far beyond any tolerance."""
-FLIGHTS, FLIGHT_TOKENS = 16, 400
+FLIGHTS, FLIGHT_TOKENS = 8, 250
 
 
 @dataclass
