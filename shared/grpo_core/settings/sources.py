@@ -209,6 +209,11 @@ def read_variables(
         on_command_line: fields whose variables cause no problem
     """
     found = Found()
+    aliases = {
+        variable: alias
+        for name in command.aliases
+        if environment.get(variable := _variable(command, name)) and (alias := command.alias(name))
+    }
     for field_, option in options.items():
         shared = command.variable(field_)
         own = shared or (command.env_prefix and f"{command.env_prefix}{field_.upper()}")
@@ -219,7 +224,7 @@ def read_variables(
             elif has_file and not environment.get(own):
                 given = _in_file(f"{own}_FILE", environment)
             else:
-                given = _by_name(command, option, environment)
+                given = _by_name(command, option, environment, aliases)
         except ValueError as error:
             found.problems += [] if field_ in on_command_line else [str(error)]
             continue
@@ -241,23 +246,26 @@ def _in_file(variable: str, environment: Mapping[str, str]) -> Given | None:
     return Given(text, variable) if text else None
 
 
-def _by_name(command: Command, option: Option, environment: Mapping[str, str]) -> Given | None:
+def _variable(command: Command, name: str) -> str:
+    return command.env_prefix + name.upper().replace("-", "_")
+
+
+def _by_name(
+    command: Command, option: Option, environment: Mapping[str, str], aliases: Mapping[str, Alias]
+) -> Given | None:
     """Of the variables of an option and its aliases, of which one that yields counts only alone.
+
+    Args:
+        aliases: of all options, by their variables, as far as these are set
 
     Raises:
         ValueError: they differ, or the value cannot be converted; with a message for the user
     """
     if not command.env_prefix:
         return None
-    aliases = {option.field: Alias(option.field)}
-    for name in command.aliases:
-        if (alias := command.alias(name)) and alias.field == option.field:
-            aliases[name] = alias
-    set_ones = {
-        variable: alias
-        for name, alias in aliases.items()
-        if environment.get(variable := command.env_prefix + name.upper().replace("-", "_"))
-    }
+    own = _variable(command, option.field)
+    set_ones = {own: Alias(option.field)} if environment.get(own) else {}
+    set_ones |= {name: alias for name, alias in aliases.items() if alias.field == option.field}
     firm = {variable: alias for variable, alias in set_ones.items() if not alias.yields}
     found = [
         _converted(alias, variable, environment[variable])
