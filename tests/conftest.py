@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import ssl
@@ -40,11 +41,17 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 
 def pytest_configure() -> None:
     """Asked to end, the tests end as after Ctrl-C: fixtures end what they have started."""
+    gc.disable()  # until all is imported, and stays: to look through it takes seconds
     signal.signal(signal.SIGTERM, _interrupt)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub for its model
     for part in ("connect", "read", "write", "pool"):
         setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, part, HTTP_DEADLINE_S)
     httpx._transports.default.create_ssl_context = _ssl_context
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _ssl_context(verify: ssl.SSLContext | bool = True, **options: Any) -> ssl.SSLContext:
