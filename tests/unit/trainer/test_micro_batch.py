@@ -23,6 +23,7 @@ from grpo_core.provenance.records import Start
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_runs.offline.local import WeightsInProcess
 from grpo_trainer.checkpoint.store import RECORD
+from grpo_trainer.checks.self_test import SelfTest
 from grpo_trainer.memory_plan import (
     GIB,
     MARGIN,
@@ -63,6 +64,7 @@ class Run:
         queue: Any = Queue(full_before=())
         with pytest.MonkeyPatch.context() as patch, capture_logs() as lines:
             patch.setattr(MemoryBudget, "find", lambda _: budget)
+            patch.setattr(SelfTest, "require", lambda _: None)
             with open_run(settings, queue, weights) as opened:
                 assert opened is not None
                 lead, position = opened

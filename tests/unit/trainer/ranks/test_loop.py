@@ -39,7 +39,7 @@ REJECTED = 2
 CASES: dict[str, dict[str, Any]] = {
     "penalty": {"kl_coef": 0.1, "kl_in": "reward", "tokens_per_micro_batch": None},
     "maxent": {"objective": "maxent", "kl_coef": 0.1, "maxent_tau": 0.5},
-    "fsdp": {"fsdp": True, "kl_coef": 0.1, "distill_coef": 0.5},
+    "fsdp": {"fsdp": True, "kl_coef": 0.1, "kl_in": "reward", "distill_coef": 0.5},
 }
 
 
@@ -154,7 +154,8 @@ def idle_fractions(saved: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["penalty", pytest.param("maxent", marks=pytest.mark.full), "fsdp"]
+    "name",
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.full) for name in ("penalty", "maxent"))],
 )
 def test_two_ranks_train_the_model_of_one(name: str, tmp_path: Path) -> None:
     model = model_directory(tmp_path / "model")

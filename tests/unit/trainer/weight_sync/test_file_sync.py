@@ -29,6 +29,7 @@ from grpo_core.weights.servers import ServerState
 from grpo_core.weights.version_log import VersionLog, sources_key
 from grpo_core.weights.versions import Announcement, VersionKind, version_id
 from grpo_core.wire.policy_version import PolicyVersion
+from grpo_trainer.checks import served_weights
 from grpo_trainer.errors import EngineCrashed, PolicyMismatch, ServedWeightsDiffer
 from grpo_trainer.model.adapter import trained_parameters
 from grpo_trainer.model.loading import TrainedWeights
@@ -200,6 +201,7 @@ def bench(
     for module in (probe, servers):
         monkeypatch.setattr(module, "POLL_S", 0.01)
     monkeypatch.setattr(probe, "REPORT_EVERY_S", 0.05)
+    monkeypatch.setattr(served_weights, "PROBE_LENGTH", 8)  # a pass samples each of them
     with ExitStack() as stack:
 
         def made(mode: str, *names: str) -> Bench:
@@ -518,7 +520,7 @@ def test_a_server_of_another_data_type_is_refused_at_the_start(bench: NewBench) 
 
 CRASHED = "engine.crashed_during_check"
 FIRST_REQUEST = {
-    "restart": "the logprobs of 32 tokens",
+    "restart": "the logprobs of 8 tokens",
     "lora_only": "1 sampled tokens after a prompt",
 }
 """Of a publication. With an adapter, the cache is filled before it is published."""
@@ -551,7 +553,7 @@ def test_an_engine_that_is_killed_once_during_a_request_is_logged(
         with capture_logs() as logs:
             assert take_steps(sync, optimizer, range(1)) == [True]
     crashes = [event["request"] for event in logs if event["event"] == CRASHED]
-    assert crashes == ["the logprobs of 32 tokens"]
+    assert crashes == ["the logprobs of 8 tokens"]
 
 
 def test_a_server_that_serves_without_an_answer_is_unavailable(
