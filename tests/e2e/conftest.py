@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.demo_run import DemoRun, readme_flags
 from tests.e2e.planted_run import PlantedRun, planted_run
 
-SHORT_STEPS = 30
+SHORT_STEPS = 20
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from grpo_core.weights.servers import ServerStatus
 from grpo_runs.modes import Mode
 from grpo_runs.run_directory import RunDirectory
 from tests.support.pages import ROOT, command
+from tests.support.threads import one_thread
 from tests.support.wait import wait_for
 
 DEADLINE_S = 1800
@@ -49,6 +50,7 @@ class DemoRun:
 @dataclass(frozen=True)
 class ModeRun(DemoRun):
     mode: Mode
+    steps: int
 
     @property
     def server(self) -> ServerStatus:
@@ -155,4 +157,5 @@ def accuracy_of(model: Any, tokenizer: Path) -> float:
 
     from grpo_tiny_model.model import expected_accuracy, sum_examples
 
-    return expected_accuracy(model, *sum_examples(AutoTokenizer.from_pretrained(tokenizer)))
+    with one_thread():
+        return expected_accuracy(model, *sum_examples(AutoTokenizer.from_pretrained(tokenizer)))

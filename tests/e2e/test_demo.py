@@ -18,7 +18,7 @@ from tests.e2e.conftest import SHORT_STEPS
 from tests.e2e.demo_run import DEADLINE_S, NOISE, ModeRun, accuracy_of, load_model, run_demo
 from tests.fixtures.inference import loads_in_place
 
-STEPS = SHORT_STEPS
+NIGHTLY_STEPS = 30
 RESTART_EVERY_STEPS = 10
 """Default of `grpo-demo`."""
 OWN_REWARD = "own reward"
@@ -46,22 +46,27 @@ def run(
 ) -> ModeRun:
     """The command finds `tiny_model` in the cache."""
     if request.param == OWN_REWARD:
-        made, mode = request.getfixturevalue("own_reward_run"), "shared_vllm"
+        made, mode, steps = request.getfixturevalue("own_reward_run"), "shared_vllm", SHORT_STEPS
     else:
+        steps = NIGHTLY_STEPS
         mode, seed = request.param.split("-seed")
-        flags = ("--mode", mode, "--seed", seed, "--steps", str(STEPS))
+        flags = ("--mode", mode, "--seed", seed, "--steps", str(steps))
         made = run_demo(tmp_path_factory.mktemp("demo") / "run", *flags)
-    return ModeRun(made.directory, made.output, made.errors, MODES[mode])
+    return ModeRun(made.directory, made.output, made.errors, MODES[mode], steps)
 
 
 def test_after_every_publication_the_server_serves_the_trained_weights(run: ModeRun) -> None:
     records = run.records
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in records] == list(range(1, run.steps + 1))
     probed = {int(r["step"]): r for r in records if "alignment/probe_max" in r}
     every = RESTART_EVERY_STEPS if run.mode.restarts_engine else 1
     # In shared_vllm the server's logprobs are checked after the first and every tenth step.
-    asked = {1, *range(10, STEPS + 1, 10)} if run.mode.shares_memory else range(0, STEPS + 1, every)
-    assert set(probed) == {*asked, STEPS} - {0}
+    asked = (
+        {1, *range(10, run.steps + 1, 10)}
+        if run.mode.shares_memory
+        else range(0, run.steps + 1, every)
+    )
+    assert set(probed) == {*asked, run.steps} - {0}
     assert max(record["alignment/probe_max"] for record in probed.values()) < NOISE
     # With the weights of the previous check, this one would have failed.
     moved = [record["alignment/probe_moved"] for record in probed.values()]
@@ -102,22 +107,23 @@ def test_the_files_are_those_of_the_run_and_its_last_step_is_replayed_bit_by_bit
         text=True,
         check=True,
     )
-    assert f"and {STEPS} batches match their digests" in checked.stdout
-    step = ["--step", str(STEPS)]
+    assert f"and {run.steps} batches match their digests" in checked.stdout
+    step = ["--step", str(run.steps)]
     replayed = subprocess.run(
         [sys.executable, "-m", "grpo_runs.replay", str(run.directory), *step],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert f"step {STEPS}: loss, gradient norm and weights are equal bit by bit" in replayed.stdout
+    equal = f"step {run.steps}: loss, gradient norm and weights are equal bit by bit"
+    assert equal in replayed.stdout
     assert "not as in the run" not in replayed.stdout
 
 
 def test_engines_restart_as_often_as_asked_and_drop_nothing(run: ModeRun) -> None:
-    restarts = STEPS // RESTART_EVERY_STEPS if run.mode.restarts_engine else 0
+    restarts = run.steps // RESTART_EVERY_STEPS if run.mode.restarts_engine else 0
     takes_its_place = run.mode is MODES["none"] and not loads_in_place()
-    assert run.server.restarts == (STEPS if takes_its_place else restarts)
+    assert run.server.restarts == (run.steps if takes_its_place else restarts)
     assert (run.server.dropped_requests, run.server.crashes) == (0, 0)
     assert run.output.count("the engine restarted with the weights of step") == restarts
 
@@ -125,6 +131,6 @@ def test_engines_restart_as_often_as_asked_and_drop_nothing(run: ModeRun) -> Non
 def test_the_user_sees_progress_and_results(run: ModeRun) -> None:
     assert {name for name in FILES if (run.directory / name).exists()} == FILES
     final = f"checkpoints/{run.mode.final_directory}"
-    for word in ("vllm-server ready", f"{STEPS}/{STEPS}", "reward:", "reward.png", final):
+    for word in ("vllm-server ready", f"{run.steps}/{run.steps}", "reward:", "reward.png", final):
         assert word in run.output
     assert max(len(line) for line in run.output.splitlines()) <= 140  # paths included

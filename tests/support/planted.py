@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 _POLL_S = 0.02
+_LOOKS = 20
+"""At each process: it may be a fork that has yet to run its command."""
 
 
 def planted(*names: str) -> dict[str, str]:
@@ -36,13 +40,17 @@ def files_below(directory: Path, skipped: Path | None = None) -> Iterator[tuple[
 def watched_command_lines() -> Iterator[Callable[[], list[tuple[str, bytes]]]]:
     """Yields the command lines of all processes that were seen since then, by program."""
     seen: set[bytes] = set()
+    looks: Counter[str] = Counter()
     stop = threading.Event()
 
     def look() -> None:
         while not stop.wait(_POLL_S):
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
+            for pid in filter(str.isdecimal, os.listdir("/proc")):
+                if looks[pid] == _LOOKS:
+                    continue
+                looks[pid] += 1
                 try:
-                    seen.add(path.read_bytes())
+                    seen.add(Path("/proc", pid, "cmdline").read_bytes())
                 except OSError:  # it has ended
                     continue
 
