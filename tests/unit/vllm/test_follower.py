@@ -268,7 +268,7 @@ async def test_a_full_staging_directory_is_named_and_room_is_used_later() -> Non
     with capture_logs() as logs:
         async with following(server):
             run.announce(v(2))
-            await asyncio.sleep(LONG_S)
+            await asyncio.sleep(10 * SOON_S)
             assert server.served == []
             assert "--staging-dir" in server.follower.progress.reason
             server.copies.room = None
