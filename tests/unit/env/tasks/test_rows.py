@@ -10,10 +10,12 @@ from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy
 import pytest
 
+from grpo_env.maths.math_grader import MathProcess
 from grpo_env.tasks import Answer, Task, TaskOptions
 from grpo_env.tasks.data_files import DatasetsMissing, DataUnusable, NoSuchSplit, read_records
 from grpo_env.tasks.gsm8k import Gsm8k
@@ -23,7 +25,14 @@ from grpo_env.tasks.rows import answer_text, rows_of
 from tests.unit.env.conftest import HUB_ROWS
 
 EGGS, COST = HUB_ROWS
+NO_GRADER = pytest.mark.usefixtures("_no_grader")
 USER = {"role": "user", "content": "3+4="}
+
+
+@pytest.fixture
+def _no_grader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grading process, which has its own tests, is not started."""
+    monkeypatch.setattr("grpo_env.maths.math_grader.MathProcess", create_autospec(MathProcess))
 
 
 def write(path: Path, *rows: Any) -> str:
@@ -199,6 +208,7 @@ def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
         rows_of(TaskOptions(), "train")
 
 
+@NO_GRADER
 def test_gsm8k_reads_both_splits_of_a_directory_and_lists_every_bad_row(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", EGGS)
     write(tmp_path / "test.jsonl", COST, EGGS)
@@ -231,6 +241,7 @@ def test_gsm8k_reads_both_splits_of_a_directory_and_lists_every_bad_row(tmp_path
         assert training_items(task)[0].messages[-1]["content"] == "How?"
 
 
+@NO_GRADER
 def test_a_directory_laid_out_like_a_hub_data_set_is_read_with_datasets(
     hub_layout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +359,7 @@ def test_what_is_no_right_answer_is_refused(value: Any, problem: str) -> None:
         answer_text(value)
 
 
+@NO_GRADER
 def test_math_takes_the_problem_from_messages_and_the_answer_from_a_solution(
     tmp_path: Path,
 ) -> None:
