@@ -104,13 +104,14 @@ def test_a_task_of_a_mixture_without_a_fitting_prompt_is_named() -> None:
     assert set(take(stream, 8)) == {5, 6, 7, 8}
 
 
-@given(st.integers(200, 400), st.floats(0.1, 0.9))
+@given(st.integers(150, 200), st.floats(0.1, 0.9))
 def test_no_item_is_in_training_and_in_evaluation(count: int, share: float) -> None:
     task = Numbered([f"question {n}" for n in range(count)])
     task.held_out = share
+    held_out = evaluation_items(task)
     training = {item.key for item in training_items(task)}
-    evaluation = {item.key for item in evaluation_items(task)}
-    assert all(item.place.startswith("held-out row") for item in evaluation_items(task))
+    evaluation = {item.key for item in held_out}
+    assert all(item.place.startswith("held-out row") for item in held_out)
     assert not training & evaluation
     assert len(training | evaluation) == count
     assert all(is_held_out(key, share) for key in evaluation)
