@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import io
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from grpo_core.weights.servers import ServerState, ServerStatus, server_key, servers_key
 from grpo_runs.process.stack import Service
 from grpo_runs.screen import Screen
 from tests.unit.runs.records import BENCHMARK, evaluation, metrics_object
@@ -70,8 +72,8 @@ def serve(answer):  # with the status and the object of answer(path, body, heade
     ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
 
 def end_with_parent():
-    from grpo_core.process import killed_with_parent
-    killed_with_parent()
+    import ctypes
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 def note_pid(name):
     folder = os.environ["STAND_IN_PIDS"]
@@ -102,7 +104,22 @@ def answer(path, body, _headers):
 serve(answer)
 """
 
-VLLM = """
+STATUS = ServerStatus(
+    name="<name>",
+    state=ServerState.SERVING,
+    epoch=1,
+    step=1,
+    restarts=5,
+    crashes=3,
+    generation_tokens=5000,
+)
+REPORT = [
+    ["SADD", servers_key("<run>"), "<name>"],
+    ["HSET", server_key("<run>", "<name>"), *chain(*STATUS.on_the_wire().items())],
+]
+# To import redis and pydantic takes a second of CPU time.
+VLLM = f"""
+import socket, urllib.parse
 from stand_in_common import *
 name = option("--server-name") if "--server-name" in sys.argv else "vllm-server"
 note_pid(name)
@@ -112,22 +129,24 @@ elif not pathlib.Path(option("--weights-dir")).is_dir():
     raise SystemExit("no directory to take weights from")
 print("loading", option("--model"), *sys.argv[1:], flush=True)
 engine = "from stand_in_common import *; end_with_parent(); note_pid(sys.argv[1]); time.sleep(600)"
-subprocess.Popen([sys.executable, "-c", engine, f"{name}-engine"], start_new_session=True)
-while not pathlib.Path(os.environ["STAND_IN_PIDS"], f"{name}-engine").exists():
+subprocess.Popen([sys.executable, "-c", engine, f"{{name}}-engine"], start_new_session=True)
+while not pathlib.Path(os.environ["STAND_IN_PIDS"], f"{{name}}-engine").exists():
     time.sleep(0.01)
 
-import redis
-from grpo_core.weights.servers import ServerStatus, server_key, servers_key
-status = ServerStatus(
-    name=name, state="serving", epoch=1, step=1, restarts=5, crashes=3, generation_tokens=5000
-)
-with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
-    client.sadd(servers_key(option("--run-id")), name)
-    client.hset(server_key(option("--run-id"), name), mapping=status.on_the_wire())
+redis = urllib.parse.urlsplit(os.environ["REDIS_URL"])
+with socket.create_connection((redis.hostname, redis.port)) as connection:
+    for words in [["AUTH", redis.password], *{REPORT!r}]:
+        words = [
+            str(word).replace("<run>", option("--run-id")).replace("<name>", name).encode()
+            for word in words
+        ]
+        parts = [b"$%d\\r\\n%b\\r\\n" % (len(word), word) for word in words]
+        connection.sendall(b"*%d\\r\\n%b" % (len(words), b"".join(parts)))
+        assert not (answered := connection.recv(100)).startswith(b"-"), answered
 
 def answer(*_):
-    pathlib.Path(os.environ["STAND_IN_PIDS"] + f".{name}.asked").touch()
-    return 200, {}
+    pathlib.Path(os.environ["STAND_IN_PIDS"] + f".{{name}}.asked").touch()
+    return 200, {{}}
 
 serve(answer)
 """

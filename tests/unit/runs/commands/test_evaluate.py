@@ -38,7 +38,6 @@ def answer(path, body, headers):
 serve(answer)
 """
 ENVIRONMENT = """
-from grpo_core.evaluation.results import EvalItem, EvalResult, save
 from stand_in_common import *
 
 task = sys.argv[1]
@@ -48,6 +47,8 @@ if task == "broken:task":
 if task == "stopped:task":
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)
+from grpo_core.evaluation.results import EvalItem, EvalResult, save
+
 served = json.loads(fetch(option("--inference-url") + "/which"))["served"]
 assert os.environ["VLLM_API_KEY"] == "a-secret"
 right = 36 if "trained" in served else 12  # of 40
@@ -174,7 +175,7 @@ def test_an_adapter_and_its_base_model_share_one_server(evaluation: Evaluation) 
     assert (trained.model, trained.samples, trained.temperature) == ("run/trained", 1, 0.0)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "tiny"])
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("tiny", marks=pytest.mark.full)])
 def test_a_model_that_is_made_here_is_made_before_it_is_evaluated(
     evaluation: Evaluation, name: str
 ) -> None:
