@@ -58,6 +58,12 @@ def make_keys(model: str) -> MakeKeys:
     return make
 
 
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw them takes a third of a short run's time. Runs of wider fixtures draw theirs."""
+    monkeypatch.setattr("grpo_runs.offline.loop.draw", lambda _files: None)
+
+
 @pytest.fixture
 def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands leave logging, threads and signal handlers of this process as they are."""
