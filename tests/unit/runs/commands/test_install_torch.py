@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import zipfile
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -39,15 +40,53 @@ def index(directory: Path, *builds: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("device", "configured", "pytorchs", "arguments"),
+    [
+        ("cpu", (CUDA, CPU), (), ("--no-deps", f"torch=={CPU}")),
+        ("cpu", (CUDA,), (CPU,), ("--no-deps", "--index-url", "pytorchs", f"torch=={CPU}")),
+        # What torch needs is on the same index.
+        ("cpu", (CUDA,), (), (f"torch=={VERSION}",)),
+        ("cuda", (CUDA, CPU), (), ("--no-deps", f"torch==={CUDA}")),
+        ("cuda", (XPU, NAMED_CUDA, CPU), (), ("--no-deps", f"torch=={NAMED_CUDA}")),
+        ("cuda", (CPU,), (), None),
+    ],
+)
+def test_the_build_for_the_device_is_asked_for(
+    device: str,
+    configured: tuple[str, ...],
+    pytorchs: tuple[str, ...],
+    arguments: tuple[str, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Args: arguments: of pip's installation; None if there is no build"""
+    offers = {"": configured, "pytorchs": pytorchs}
+    run_pip = create_autospec(install_torch.run_pip)
+    monkeypatch.setattr(install_torch, "installed_version", lambda: "")
+    monkeypatch.setattr(install_torch, "offered", lambda index, _seconds: offers[index])
+    monkeypatch.setattr(install_torch, "run_pip", run_pip)
+    if arguments is None:
+        with pytest.raises(SystemExit, match=f"no build of torch .* DEVICE={device}"):
+            install(device, "pytorchs")
+    else:
+        install(device, "pytorchs")
+        run_pip.assert_called_once_with(*arguments)
+
+
+@pytest.mark.parametrize(
     ("device", "configured", "pytorchs", "expected"),
     [
-        ("cpu", (CUDA, CPU), (), {CPU}),
-        pytest.param("cpu", (CUDA,), (CPU,), {CPU}, marks=pytest.mark.full),
-        ("cpu", (CUDA,), None, {CUDA, "nvidia"}),
         # The next command installs what torch needs.
-        ("cuda", (CUDA, CPU), (), {CUDA}),
-        pytest.param("cuda", (XPU, NAMED_CUDA, CPU), (), {NAMED_CUDA}, marks=pytest.mark.full),
-        pytest.param("cuda", (CPU,), (NAMED_CUDA,), {NAMED_CUDA}, marks=pytest.mark.full),
+        ("cuda", (), (CUDA, CPU), {CUDA}),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in (
+                ("cpu", (CUDA, CPU), (), {CPU}),
+                ("cpu", (CUDA,), (CPU,), {CPU}),
+                ("cpu", (CUDA,), None, {CUDA, "nvidia"}),
+                ("cuda", (XPU, NAMED_CUDA, CPU), (), {NAMED_CUDA}),
+                ("cuda", (CPU,), (NAMED_CUDA,), {NAMED_CUDA}),
+            )
+        ),
     ],
 )
 def test_the_first_index_with_a_build_for_the_device_is_taken(
@@ -71,12 +110,9 @@ def test_the_first_index_with_a_build_for_the_device_is_taken(
     assert ("no index with a CPU build answers" in said) == (pytorchs is None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("device", "given", "named"),
-    [
-        ("cuda", "", "the package index"),
-        pytest.param("cpu", "asked", "asked", marks=pytest.mark.full),
-    ],
+    ("device", "given", "named"), [("cuda", "", "the package index"), ("cpu", "asked", "asked")]
 )
 def test_a_build_that_is_nowhere_is_named(
     device: str, given: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
