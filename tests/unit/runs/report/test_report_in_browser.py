@@ -66,7 +66,12 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-ON_BOTH = pytest.mark.parametrize("page", [DESKTOP, PHONE], ids=["desktop", "phone"], indirect=True)
+def on_both(first: dict[str, int], other: dict[str, int]) -> pytest.MarkDecorator:
+    """Args: first: the size that `make test` tries; another test tries the other one"""
+    sizes = [first, pytest.param(other, marks=pytest.mark.full)]
+    return pytest.mark.parametrize(
+        "page", sizes, ids=lambda size: f"{size['width']}", indirect=True
+    )
 
 
 @pytest.fixture
@@ -113,7 +118,7 @@ def facts(page: Page) -> dict[str, str]:
     return dict(zip(names, page.locator("#facts dd").all_inner_texts(), strict=True))
 
 
-@ON_BOTH
+@on_both(DESKTOP, PHONE)
 def test_facts_and_curves(page: Page) -> None:
     assert page.title() == "GRPO on sums and tools: tiny model"
     assert facts(page) == {
@@ -173,7 +178,7 @@ def test_a_group_shows_its_prompt_and_every_completion(page: Page) -> None:
 FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
-@ON_BOTH
+@on_both(PHONE, DESKTOP)
 def test_a_token_tells_its_numbers(page: Page) -> None:
     """The third token of "done" has seven trained ones before it: server -2, trainer -2.25."""
     show_step(page, 2)
@@ -248,7 +253,7 @@ def test_filters_and_orders(page: Page) -> None:
     expect(page.locator("#found")).to_have_text("1 group, 1 completion")
 
 
-@ON_BOTH
+@on_both(PHONE, DESKTOP)
 def test_hostile_and_long_texts_are_shown_as_text(page: Page) -> None:
     shown = HOSTILE.replace("\u202e", "U+202E").replace("\x1b", "U+001B")
     expect(page.locator(".prompt .tokens")).to_contain_text(shown)
