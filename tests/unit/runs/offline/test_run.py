@@ -200,7 +200,7 @@ def test_other_ranks_wait_for_days_while_rank_0_samples(
         assert line.rank_deadline_s == expected
 
 
-@pytest.mark.parametrize("batch_size", [16, 6])
+@pytest.mark.parametrize("batch_size", [pytest.param(16, marks=pytest.mark.full), 6])
 def test_the_first_step_is_that_of_grpo_on_the_same_groups(
     make_keys: MakeKeys, tmp_path: Path, batch_size: int
 ) -> None:
