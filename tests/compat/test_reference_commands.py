@@ -60,8 +60,8 @@ def test_the_programs_of_a_session_find_each_other(session: str, tiny_model: Pat
     found = {each.command: settings_of(each, str(tiny_model)) for each in session_commands}
     run_api, environment = found[reference.RUN_API], found[reference.ENVIRONMENT]
     assert environment.run_api_url == f"http://localhost:{run_api.port}"
-    if reference.GRPO in found:
-        trainer = found[reference.GRPO]
+    for trains in found.keys() & {reference.GRPO, reference.GRPO_RUN}:
+        trainer = found[trains]
         assert trainer.run_api_url == environment.run_api_url
         assert trainer.redis_url == run_api.redis_url
         assert httpx.URL(environment.inference_url[0]).port == httpx.URL(trainer.inference_url).port

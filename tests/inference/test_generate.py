@@ -33,7 +33,7 @@ from tests.support.wait import wait_for
 
 PROMPT = [5, 6, 7, 8]
 CONTEXT_TOKENS = 512
-LONG_PROMPT = [5] * 500
+LONG_PROMPT = [5] * 470
 DEFAULTS: dict[str, Any] = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 12, "logprobs": 0}
 Answer = dict[str, Any]
 

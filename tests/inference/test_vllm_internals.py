@@ -279,3 +279,6 @@ def test_workers_of_one_host_join_a_group_and_those_of_several_do_not(
     assert _facts(engine, loads_weights=True)["workers"] == 2
     config.parallel_config.nnodes = 2
     assert _facts(engine, loads_weights=True)["workers"] == 0
+    config.parallel_config.nnodes = 1
+    config.parallel_config.distributed_executor_backend = "ray"
+    assert _facts(engine, loads_weights=True)["workers"] == 0

@@ -51,7 +51,7 @@ _EVERYWHERE: dict[str, list[str]] = {
     "vllm.config:ParallelConfig": [
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
         *("prefill_context_parallel_size", "enable_expert_parallel", "worker_extension_cls"),
-        "nnodes",
+        *("nnodes", "distributed_executor_backend"),
     ],
     "vllm.config": [
         *("OffloadConfig.uva", "UVAOffloadConfig.cpu_offload_gb", "SpeculativeConfig.method"),

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from grpo_trainer.checks.rollouts import LOOK_EVERY_STEPS
 from tests.fixtures.inference import FLOAT32_NOISE, InferenceServer
 from tests.silent_faults.faults import ALSO, FAULTS, LORA, SHARED, Fault
 from tests.silent_faults.runs import Site, lora_site, run_with, shared_site
 
 LEAST_FAULTS, LEAST_THREADS = 40, 15
 IN_MAKE_TEST = {"stale weights", "shifted logprobs"}
-HEALTHY_STEPS = 6
+HEALTHY_STEPS = LOOK_EVERY_STEPS + 1
 OF_EVERY_TEST = [
     pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.full)
     for name, fault in (FAULTS | ALSO).items()

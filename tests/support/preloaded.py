@@ -78,6 +78,7 @@ def main() -> None:
 
 def _run_pytest(arguments: list[str]) -> int:
     """Serve forks until pytest ends. Returns its exit status."""
+    environment = os.environ | ENVIRONMENT  # vLLM's import adds variables
     os.environ.update(ENVIRONMENT)
     directory = tempfile.mkdtemp(prefix="grpo-")
     path = str(Path(directory) / "fork.sock")
@@ -86,8 +87,8 @@ def _run_pytest(arguments: list[str]) -> int:
     if pid == 0:
         killed_with_parent()
         listener.close()
-        del os.environ[SERVER_VARIABLE]
-        os.environ[VARIABLE] = path
+        os.environ.clear()
+        os.environ.update(environment | {VARIABLE: path})
         # Of plugins that vLLM imports too
         sys.argv = ["pytest", "-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]
         import pytest

@@ -65,6 +65,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _unfrozen() -> Iterator[None]:
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["fast in bfloat16", "slow in bfloat16"])

@@ -130,8 +130,9 @@ async def _serve(settings: ServerSettings, plan: EnginePlan) -> None:
 
 def _facts(engine: Any, loads_weights: bool) -> dict[str, str | int]:
     parallel = engine.vllm_config.parallel_config
-    # Its workers fill one directory, so they are on one host.
-    can_join = loads_weights and parallel.data_parallel_size == parallel.nnodes == 1
+    # Its workers fill one directory. Ray's may be on several hosts.
+    is_one_host = parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray"
+    can_join = loads_weights and parallel.data_parallel_size == 1 and is_one_host
     return {
         "dtype": dtype_name(engine.model_config.dtype),
         "device": device_type(engine),
