@@ -92,16 +92,19 @@ def test_only_a_whole_model_needs_memory_for_a_reference_model(tiny: Path, mode:
     require_as_planned(tiny, mode, micro_batches=1, kl_coef=0.1, combinations=1)
 
 
+@pytest.mark.parametrize("vocabulary", [4096, pytest.param(49152, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_take_what_the_plan_says(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of twice as many tokens, less those of once as many: the rest is the output layer's,
-    which computes some logits at a time."""
-    for module in (fused_head, memory_plan_module):
-        monkeypatch.setattr(module, "CHUNK_LOGITS_ON_CPU", 2**20)
+    which computes some logits at a time, fewer for the smaller vocabulary."""
+    if vocabulary == 4096:
+        for module in (fused_head, memory_plan_module):
+            monkeypatch.setattr(module, "CHUNK_LOGITS_ON_CPU", 2**20)
     torch.manual_seed(0)
-    policy: Any = LlamaForCausalLM(LlamaConfig(**LLAMA)).to(getattr(torch, dtype)).eval()
+    config = LlamaConfig(**LLAMA, vocab_size=vocabulary)
+    policy: Any = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
     policy.save_pretrained(tmp_path)
     sizes = {"planned": [0, 0], "measured": [0, 0]}
     for times in (0, 1):
@@ -115,7 +118,6 @@ def test_activations_take_what_the_plan_says(
 
 
 LLAMA: Changes = {
-    "vocab_size": 4096,
     "hidden_size": 72,
     "intermediate_size": 192,
     "num_hidden_layers": 6,
@@ -123,7 +125,7 @@ LLAMA: Changes = {
     "num_key_value_heads": 3,
     "tie_word_embeddings": True,
 }
-"""Of SmolLM2-135M's proportions, with a smaller vocabulary, and fewer logits at a time."""
+"""Of SmolLM2-135M's proportions, which has 49,152 tokens."""
 LENGTH = 48
 """Of prompts, and of completions in groups of 8."""
 
