@@ -246,7 +246,7 @@ test-gpu: ## Run the tests for GPUs: PART="proof modes swaps memory precision"
 	@PYTHON=$(GPU_PYTHON) bash tests/gpu/run.sh $(PART)
 
 .PHONY: silent-faults
-silent-faults: $(VENV)/.installed-dev ## Inject every silent fault into a run, take 1,000 healthy steps in two modes, and write the table (20 minutes)
+silent-faults: $(VENV)/.installed-dev ## Inject every silent fault into a run, with and without receipts, and write the table (20 minutes)
 	@$(BIN)/python -m tests.silent_faults --results docs/reference/silent-faults.md $(BENCH_FLAGS)
 
 $(VENV)/supply-chain/.installed: requirements/supply-chain.txt

@@ -1,16 +1,14 @@
-"""Injects every fault into a real run, with and without receipts, and takes healthy steps in two
-modes. Writes the tables of docs/reference/silent-faults.md: one for each model, and one for each
-other system that the faults are put into."""
+"""Injects every fault into a real run, with and without receipts. Writes the tables of
+docs/reference/silent-faults.md: one for each model, and one for each other system that the faults
+are put into."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -23,25 +21,13 @@ from tests.fixtures.inference import FILE_DTYPE, start_inference, stop_inference
 from tests.fixtures.run_api import start_run_api
 from tests.silent_faults import against_archived, against_trl
 from tests.silent_faults.exercise import FLOAT32, Subject, subject_of
-from tests.silent_faults.faults import ALSO, FAULTS, KEPT_KV, LORA, SHARED, Fault
+from tests.silent_faults.faults import ALSO, FAULTS, KEPT_KV, SHARED, Fault
 from tests.silent_faults.producer import FAULT_FROM
-from tests.silent_faults.runs import (
-    KNOWN_WARNINGS,
-    Outcome,
-    Report,
-    Site,
-    lora_site,
-    run_with,
-    shared_site,
-)
+from tests.silent_faults.runs import Outcome, Report, Site, lora_site, run_with, shared_site
 from tests.support.redis_server import start_redis
 
 STALE = 2
 """Steps between sampling and training in the runs on old data."""
-OF_TINY_MODEL = {SHARED: ("--lr", "1e-4"), LORA: ()}
-"""Options of `grpo-demo` in healthy runs, by mode. With its own learning rate of 3e-4, a whole tiny
-model solves all sums after 500 steps, and later steps wait for the few groups with different
-scores."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +113,6 @@ class Results:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make silent-faults", description=__doc__)
     parser.add_argument("--only", default="", help="faults whose name contains this text")
-    parser.add_argument("--healthy-steps", type=int, default=1000, help="of each mode; 0: none")
     parser.add_argument(
         "--model", default="", help="smollm2 or a directory; without: the tiny model"
     )
@@ -149,8 +134,6 @@ def main() -> None:
         variants = VARIANTS[: options.variants]
         rows = rows_of(subject, chosen, variants, Results(options.state))
         lines = table([*rows], variants)
-        if options.healthy_steps:
-            lines += [healthy(subject, mode, options.healthy_steps) for mode in OF_TINY_MODEL]
     sys.stdout.write("\n".join([*lines, ""]))
     if options.results is not None:
         replace_section(options.results, section, lines)
@@ -205,23 +188,6 @@ def table(rows: Sequence[Row], variants: Sequence[Variant]) -> list[str]:
         *("| " + " | ".join(row.cells(len(titles))) + " |" for row in rows),
         "",
     ]
-
-
-def healthy(subject: Subject, mode: str, steps: int) -> str:
-    """Train without any fault; returns a line with the trainer's warnings."""
-    with tempfile.TemporaryDirectory() as directory:
-        run = Path(directory) / "run"
-        command = [sys.executable, "-m", "grpo_runs", "--mode", mode, "--steps", str(steps)]
-        command += ["--run-dir", str(run), "--dtype", subject.dtype]
-        command += subject.demo or OF_TINY_MODEL[mode]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        log = (run / "logs" / "trainer.log").read_text()
-        taken = len((run / "metrics.jsonl").read_text().splitlines())
-    warned = Counter(re.findall(r"\[warning +\] (\S+)", log))
-    for known in KNOWN_WARNINGS:
-        del warned[known]
-    listed = ", ".join(f"{event} ({count})" for event, count in warned.items()) or "none"
-    return f"Warnings in {taken:,} healthy steps of `{mode}`: {listed}.\n"
 
 
 def _check(report: Report) -> str:

@@ -84,14 +84,12 @@ CHAT = Exercise(
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to inject faults into. `section`: of its table on the results page; `demo`: options
-    of `grpo-demo` in healthy runs."""
+    """A model to inject faults into. `section`: of its table on the results page"""
 
     section: str
     model: Path
     exercise: Exercise
     dtype: str
-    demo: tuple[str, ...] = ()
 
 
 def subject_of(name: str, dtype: str) -> Subject:
@@ -103,10 +101,8 @@ def subject_of(name: str, dtype: str) -> Subject:
         section += f" in {dtype}"
     if not name:
         return Subject(section, ensure_tiny_model(), TINY, dtype)
-    sums = ("--task", "examples/two_digit_sums.py:TwoDigitSums", "--max-completion-tokens", "12")
-    sizes = ("--batch-size", "8", "--gradient-accumulation-steps", "1", "--eval-every", "0")
     model = ensure_smollm2() if is_smollm2 else Path(name)
-    return Subject(section, model, CHAT, dtype, ("--model", name, *sums, *sizes))
+    return Subject(section, model, CHAT, dtype)
 
 
 @dataclass(frozen=True)

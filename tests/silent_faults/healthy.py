@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +43,11 @@ from tests.silent_faults.runs import KNOWN_WARNINGS, Site, lora_site, shared_sit
 from tests.support.redis_server import start_redis
 
 SECTION = "Healthy steps"
-FILES = "none"
+FILES, RESTARTS = "none", "lora_restart"
 TRUE_WARNINGS = KNOWN_WARNINGS | {"dtype.slow"}
 """The second one: this CPU has no instructions for bfloat16."""
+EVENT, VALUE = re.compile(r"\[(\w+) *\] (\S+)(.*)"), re.compile(r"(\w+)=(\S+)")
+"""In a log file."""
 MOST_TRIES = 20
 """Groups with equal scores are sampled anew, at most so often."""
 
@@ -58,11 +63,12 @@ class Server:
 
 @dataclass(frozen=True)
 class Setting:
-    """A run. `states`: options of sampling, which the groups state; `learnable`: sums that are
-    solved half the time are drawn most often; `options`: of the trainer."""
+    """A run. `lag`: of its batches, or None as `grpo-run` has it; `states`: options of sampling,
+    which the groups state; `learnable`: sums that are solved half the time are drawn most often;
+    `options`: of the trainer."""
 
     steps: int
-    lag: int = 0
+    lag: int | None = 0
     states: dict[str, float] = field(default_factory=dict)
     turns: int = 1
     learnable: bool = False
@@ -70,7 +76,8 @@ class Setting:
 
     @property
     def name(self) -> str:
-        words = [f"{self.lag} batches old", *(f"{k} {v:g}" for k, v in self.states.items())]
+        words = ["grpo-run" if self.lag is None else f"{self.lag} batches old"]
+        words += [f"{name} {value:g}" for name, value in self.states.items()]
         words += [f"{self.turns} turns"] * (self.turns > 1) + ["curriculum"] * self.learnable
         return ", ".join([*words, *(f"{k} {v}" for k, v in self.options.items())])
 
@@ -94,6 +101,7 @@ SETTINGS: dict[Server, tuple[Setting, ...]] = {
     Server(dtype="bfloat16"): (Setting(500), Setting(500, 8), Setting(300, 2, COLD)),
     Server(LORA): (Setting(500), Setting(500, 8), Setting(500, 4, COLD, learnable=True)),
     Server(FILES): (Setting(300), Setting(200, 8)),
+    Server(RESTARTS): (Setting(300, None, options={"vllm_restart_interval": 50}),),
     Server(model="smollm2"): (Setting(250), Setting(250, 8), Setting(250, 4, HOT)),
     Server(LORA, model="smollm2"): (Setting(250, 4),),
 }
@@ -166,13 +174,18 @@ def main() -> None:
         is_chosen = options.mode in server.mode and options.model in (None, server.model)
         if not left or not is_chosen:
             continue
-        with tempfile.TemporaryDirectory() as directory, _site(server, Path(directory)) as site:
+        with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+            run = (
+                partial(_grpo_run, server)
+                if server.mode == RESTARTS
+                else partial(_run, stack.enter_context(_site(server, Path(directory))))
+            )
             for setting in left:
                 target = Path(directory) / "run"
                 target.mkdir()
                 found = {"name": _name(server, setting), "commit": options.commit}
                 steps = max(1, round(options.share * setting.steps))
-                found |= _run(site, replace(setting, steps=steps), target)
+                found |= run(replace(setting, steps=steps), target)
                 shutil.rmtree(target)
                 with options.log.open("a") as log:
                     log.write(json.dumps(found) + "\n")
@@ -236,7 +249,8 @@ def _site(server: Server, directory: Path) -> Iterator[Site]:
 def _run(site: Site, setting: Setting, directory: Path) -> dict[str, Any]:
     site.restore()
     httpx.get(f"{site.api_url}/reset_data").raise_for_status()
-    producer = HealthyProducer(site.server, site.api_url, site.exercise, batches_late=setting.lag)
+    lag = setting.lag or 0
+    producer = HealthyProducer(site.server, site.api_url, site.exercise, batches_late=lag)
     producer.setting = setting
     settings = site.settings(directory, steps=setting.steps, **setting.options)
     error = ""
@@ -246,7 +260,27 @@ def _run(site: Site, setting: Setting, directory: Path) -> dict[str, Any]:
         except GrpoError as named:
             error = f"{type(named).__name__}: {named}"
     assert settings.metrics_file is not None
-    records = [json.loads(line) for line in settings.metrics_file.read_text().splitlines()]
+    return _found(settings.metrics_file, error, logs)
+
+
+def _grpo_run(server: Server, setting: Setting, directory: Path) -> dict[str, Any]:
+    """As users start it, with an environment and the trainer's own server."""
+    command = [sys.executable, "-m", "grpo_runs", "--mode", server.mode, "--dtype", server.dtype]
+    command += ["--steps", str(setting.steps), "--run-dir", str(directory), "--batch-size", "16"]
+    for name, value in setting.options.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL)
+    log = (directory / "logs" / "trainer.log").read_text()
+    logs = [
+        {"log_level": level, "event": event} | dict(VALUE.findall(values))
+        for level, event, values in EVENT.findall(log)
+    ]
+    error = f"exit code {ended.returncode}" if ended.returncode else ""
+    return _found(directory / "metrics.jsonl", error, logs)
+
+
+def _found(metrics: Path, error: str, logs: Sequence[MutableMapping[str, Any]]) -> dict[str, Any]:
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
     warned = [entry for entry in logs if entry["log_level"] not in ("info", "debug")]
     return {
         "steps": len(records),
