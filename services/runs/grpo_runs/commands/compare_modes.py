@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from grpo_core.cpu import CPU
 from grpo_core.errors import GrpoError, ProtocolViolation
@@ -147,10 +147,8 @@ def write_comparison(comparison: ModeComparison, directory: Path) -> None:
     draw_comparison(drawn, title, directory / CURVES)
 
 
-class ModeResult(BaseModel):
+class ModeResult(BaseModel, frozen=True):
     """The result of one run: either `facts` or `failure`."""
-
-    model_config = ConfigDict(frozen=True)
 
     mode: ModeName
     run: Path
@@ -170,10 +168,8 @@ class ModeResult(BaseModel):
         return [f"{self.mode}: the server dropped {dropped} requests, not 0"] if dropped else []
 
 
-class ModeComparison(BaseModel):
+class ModeComparison(BaseModel, frozen=True):
     """`comparison.json`."""
-
-    model_config = ConfigDict(frozen=True)
 
     steps: int
     seed: int

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from grpo_core.settings import CommandSettings, LogLevel, Mistake, Shown
@@ -62,10 +62,8 @@ def key(*same: str, derived: str | None = None, like: str | None = None, **bound
     return found
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True, extra="forbid"):
     """Keys below one name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelKeys(Section):

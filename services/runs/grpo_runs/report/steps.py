@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from pydantic_core import from_json
 
 from grpo_core.curriculum import POOLS_FILE
@@ -21,10 +21,8 @@ from grpo_runs.watch.followed_file import FollowedFile
 Record = TypeVar("Record")
 
 
-class StepRecord(BaseModel):
+class StepRecord(BaseModel, frozen=True):
     """Measurements of one training step. Other keys of the file are ignored."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: int = Field(ge=1)
     steps: int = Field(ge=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from grpo_core.errors import ProtocolViolation, parsing
 from grpo_core.tree.weights import ModeName
@@ -93,10 +93,8 @@ def summarise(
     )
 
 
-class BenchmarkFacts(BaseModel):
+class BenchmarkFacts(BaseModel, frozen=True):
     """The part of the trainer's `benchmark.json` that a summary needs."""
-
-    model_config = ConfigDict(frozen=True)
 
     publishes: int
     sync_s_mean: float | None
@@ -109,10 +107,8 @@ class BenchmarkFacts(BaseModel):
     adapter_bytes: int | None
 
 
-class RunFacts(BaseModel):
+class RunFacts(BaseModel, frozen=True):
     """`summary.json`. None: not reported."""
-
-    model_config = ConfigDict(frozen=True)
 
     mode: ModeName
     seed: int
