@@ -246,10 +246,6 @@ class EvalSettings(ServerSettings, EnvironmentOptions, ServerHere):
         return self.max_model_len or default_max_model_len(self.evaluated().served)
 
     @property
-    def weights_dtype(self) -> str:
-        return self.dtype or ("bfloat16" if self.on_gpu else "float32")
-
-    @property
     def served_kv_cache_mib(self) -> int | None:
         return self.kv_cache_mib or (None if self.on_gpu else CPU_KV_CACHE_MIB)
 

@@ -47,11 +47,20 @@ class ServerHere(CommandSettings):
     )
 
     device: str
+    dtype: str | None
+    seed: int
+    gpu_memory_utilization: float
 
     @property
     def on_gpu(self) -> bool:
         """All services use the same device."""
         return GPU_CONTROL.exists() if self.device == "auto" else self.device.startswith("cuda")
+
+    @property
+    def weights_dtype(self) -> str:
+        if self.dtype not in (None, "auto"):
+            return self.dtype
+        return "bfloat16" if self.on_gpu else "float32"
 
     @property
     def starts_eager(self) -> bool:
@@ -77,14 +86,13 @@ class ServerHere(CommandSettings):
             else:
                 yield Mistake(None, f"{service}: {name}: {message}" if name else message)
 
-    def engine_words(
-        self, dtype: str, max_model_len: int, seed: int, kv_cache_mib: int | None, gpu_share: float
-    ) -> list[str]:
-        """Options of vLLM. Without `gpu_share` vLLM would take nearly all of a GPU."""
-        words = ["--dtype", dtype, "--max-model-len", str(max_model_len)]
-        words += ["--max-num-seqs", str(MAX_NUM_SEQS), "--seed", str(seed)]
+    def engine_words(self, max_model_len: int, kv_cache_mib: int | None) -> list[str]:
+        """Options of vLLM, which by default would take nearly all of a GPU."""
+        words = ["--dtype", self.weights_dtype, "--max-model-len", str(max_model_len)]
+        words += ["--max-num-seqs", str(MAX_NUM_SEQS), "--seed", str(self.seed)]
         words += ["--enforce-eager"] if self.starts_eager else []
-        words += ["--gpu-memory-utilization", str(gpu_share)] if self.on_gpu else []
+        share = str(self.gpu_memory_utilization)
+        words += ["--gpu-memory-utilization", share] if self.on_gpu else []
         return words + (
             ["--kv-cache-memory-bytes", str(kv_cache_mib * 2**20)] if kv_cache_mib else []
         )
@@ -363,12 +371,6 @@ class LaunchOptions(
     @property
     def publish_every_steps(self) -> int:
         return self._part(KINDS[self.mode]).publish_every_steps
-
-    @property
-    def weights_dtype(self) -> str:
-        if self.dtype != "auto":
-            return self.dtype
-        return "bfloat16" if self.on_gpu else "float32"
 
     @property
     def evaluates_every(self) -> int:

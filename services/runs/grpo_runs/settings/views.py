@@ -254,13 +254,7 @@ def vllm_words(settings: LaunchOptions, model: str) -> list[str]:
         utilization = str(settings.gpu_memory_utilization)
         share = ["--gpu-memory-utilization", utilization] if has_share else []
         return [*dtype, *share, "--max-model-len", str(length)]
-    return settings.engine_words(
-        settings.weights_dtype,
-        length,
-        settings.seed,
-        settings.kv_cache_mib,
-        settings.gpu_memory_utilization,
-    )
+    return settings.engine_words(length, settings.kv_cache_mib)
 
 
 def environment_values(settings: LaunchOptions, places: Places, task: str) -> dict[str, Any]:
