@@ -19,7 +19,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from grpo_core.weights.ref import WeightRef
 
@@ -30,15 +30,13 @@ _DESCRIPTORS_PER_PACKET = 200
 SERVING, PARKED, DROPPED = b"s", b"p", b"d"
 
 
-class EnginePlan(BaseModel):
+class EnginePlan(BaseModel, frozen=True, extra="forbid"):
     """The weights that an engine must serve, and the file descriptors that it gets.
 
     `channel`: a stream socket to the supervisor (`EngineEnd`); `public`, `control`, `private`:
     listening sockets; `parked`: clients' connections. The numbers are valid in the process that
     holds the plan.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     channel: int
     public: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from grpo_core.clients.service import AsyncServiceClient, ServiceClient
 from grpo_core.errors import ProtocolViolation, parsing
@@ -43,7 +43,7 @@ class Completion:
     """A `grpo_core.wire.receipt.CompletionReceipt`, as the server sent it."""
 
 
-class GenerateAnswer(BaseModel):
+class GenerateAnswer(BaseModel, extra="ignore"):
     """The JSON answer of `POST /generate`.
 
     Example: one completion of the prompt 5 6, of the tokens 90 and 91:
@@ -53,8 +53,6 @@ class GenerateAnswer(BaseModel):
         token_ids         [[90, 91]]     policy_version    [((1, 7), (1, 8))]
         logprobs          [[[{90: -0.4}], [{91: -1.2}]]]
     """
-
-    model_config = ConfigDict(extra="ignore")
 
     text: list[str]
     prompt: str
@@ -120,10 +118,8 @@ class GenerationClient(AsyncServiceClient):
         return _parse_generate(await self.send_once("POST", "/generate", within_s, json=body))
 
 
-class BridgeInfo(BaseModel):
+class BridgeInfo(BaseModel, extra="ignore"):
     """The fields of `GET /bridge/info` that a trainer reads."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     policy_version: PolicyVersion
     paused: bool

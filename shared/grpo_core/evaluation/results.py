@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, computed_field, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, computed_field, model_validator
 
 from grpo_core.errors import GrpoError, parsing
 from grpo_core.evaluation.statistics import Interval, mean_at_k, mean_interval, pass_at_k
@@ -31,10 +31,8 @@ class NothingEvaluated(GrpoError):
     """No item of a task could be evaluated."""
 
 
-class EvalItem(BaseModel):
+class EvalItem(BaseModel, frozen=True, extra="ignore"):
     """The n answers to one item. All fields but the first two have one entry per answer."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     task: str
     item: str
@@ -68,10 +66,8 @@ class EvalItem(BaseModel):
         return mean_at_k(self.rewards, k)
 
 
-class EvalSummary(BaseModel):
+class EvalSummary(BaseModel, frozen=True, extra="ignore"):
     """One line of `eval.jsonl`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
     task: str
     model: str | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from grpo_core.errors import BrokenProvenance, problems_of
 from grpo_core.rollouts.files import file_of_step, write_lines
@@ -22,7 +22,7 @@ _UNUSED = {"messages", "images", "ref_logprobs"}
 """Fields that no step depends on. The rollouts have the messages."""
 
 
-class StepInput(BaseModel):
+class StepInput(BaseModel, frozen=True, extra="forbid"):
     """What a step depends on besides its groups, the weights and the options.
 
     Args:
@@ -31,8 +31,6 @@ class StepInput(BaseModel):
         loss_scale: None if no scale is used
         random: state of the random generators; None if the step uses none
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     batch_id: int

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from grpo_core.errors import BrokenProvenance, parsing
 from grpo_core.wire.policy_version import PolicyVersion
@@ -27,8 +27,8 @@ Facts = tuple[str, str, tuple[int, ...]]
 """Name, data type as in safetensors files, and shape of a tensor."""
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+class _Line(BaseModel, frozen=True, extra="forbid"):
+    """Unknown fields are refused."""
 
 
 class Code(_Line):

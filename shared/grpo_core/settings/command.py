@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, WrapValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, WrapValidator
 
 from grpo_core.service_url import ServiceUrl
 
@@ -137,12 +137,8 @@ class Mistake(NamedTuple):
     message: str
 
 
-class CommandSettings(BaseModel):
+class CommandSettings(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_str=True):
     """Base of every command's settings. The docstring of a subclass is its `--help` text."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), coerce_numbers_to_str=True
-    )
 
     command: ClassVar[Command]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 
 def _pairs(value: Any) -> Any:
@@ -55,10 +55,8 @@ Weights = Annotated[dict[str, float], BeforeValidator(_numbers)]
 Columns = Annotated[dict[str, str], BeforeValidator(_texts)]
 
 
-class MixturePart(BaseModel):
+class MixturePart(BaseModel, frozen=True, extra="forbid"):
     """One task of a mixture. A value that is not given is that of `env-server` itself."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     task: str = Field(min_length=1)
     name: str | None = None

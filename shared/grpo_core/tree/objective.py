@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from grpo_core.settings import Mistake, Shown
 from grpo_core.tree.objectives import (
@@ -27,10 +27,8 @@ from grpo_core.tree.objectives import (
 BY_PRESET = Shown(default="that of --objective")
 
 
-class ObjectiveOptions(BaseModel):
+class ObjectiveOptions(BaseModel, frozen=True):
     """What a step minimises."""
-
-    model_config = ConfigDict(frozen=True)
 
     objective: ObjectiveName = Field(
         "grpo",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from grpo_core.settings import Mistake, Shown
 
@@ -16,10 +16,8 @@ ScheduleName = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 
-class OptimizerOptions(BaseModel):
+class OptimizerOptions(BaseModel, frozen=True):
     """How a gradient changes the weights."""
-
-    model_config = ConfigDict(frozen=True)
 
     lr: float = Field(1e-5, gt=0, description="Peak learning rate")
     lr_schedule: ScheduleName = Field(

@@ -7,14 +7,7 @@ import string
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.settings import CommaSeparated, InferenceUrl, Shown
@@ -47,10 +40,8 @@ Choice = Literal["auto", "on", "off"]
 `on` fails if the feature is not available."""
 
 
-class ForwardOptions(BaseModel):
+class ForwardOptions(BaseModel, frozen=True):
     """How logprobs are computed."""
-
-    model_config = ConfigDict(frozen=True)
 
     packing: Choice = Field(
         "auto",
@@ -76,10 +67,8 @@ class ForwardOptions(BaseModel):
     )
 
 
-class ServersOptions(BaseModel):
+class ServersOptions(BaseModel, frozen=True):
     """The inference servers of the run, and the address at which the trainer serves weights."""
-
-    model_config = ConfigDict(frozen=True)
 
     num_inference_nodes: int = Field(
         0,
@@ -111,10 +100,10 @@ class RunOptions(
     ServersOptions,
     MetricsOptions,
     ClientOptions,
+    frozen=True,
+    extra="forbid",
 ):
     """Options that every mode reads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = Field(
         min_length=1, description="Model to train: a directory or an id on the Hugging Face hub"

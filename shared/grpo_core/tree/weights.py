@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator
 
 from grpo_core.settings import CommaSeparated, HttpUrl, Shown
 from grpo_core.settings.command import split_at_commas
@@ -65,11 +65,9 @@ class LoraOptions:
     layers: tuple[int, ...] | None
 
 
-class ModeOptions(BaseModel):
+class ModeOptions(BaseModel, frozen=True):
     """Options of one weight-sync mode. `uses_files`: weights travel as files, and inference servers
     follow the versions that the trainer announces."""
-
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     uses_files: ClassVar[bool] = True
 

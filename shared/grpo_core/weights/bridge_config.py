@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from grpo_core.errors import GrpoError, problems_of
 from grpo_core.weights.shared_memory import ParameterMapping
@@ -25,14 +25,12 @@ COMMON_DIRECTORY = Path("/tmp/atropos_bridge")
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
-class BridgeConfig(BaseModel):
+class BridgeConfig(BaseModel, frozen=True, extra="ignore"):
     """The content of the file.
 
     `param_mappings`: name of each tensor in the checkpoint → its region in the shared memory of
     `total_bytes`. `generation` changes at every engine start.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
     model: str
     dtype: str

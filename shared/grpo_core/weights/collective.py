@@ -25,7 +25,7 @@ import time
 from datetime import timedelta
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from grpo_core.deadline import Deadline
 from grpo_core.redis.keys import run_prefix
@@ -40,12 +40,10 @@ _NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 """Otherwise PyTorch ends the process when a broadcast fails."""
 
 
-class GroupAddress(BaseModel):
+class GroupAddress(BaseModel, frozen=True, extra="ignore"):
     """`host`, `port`: of the store; `silent_s`: after so long without an answer a peer is lost;
     `size`: number of members; `servers`: name → process id of the engine, rank of its first
     worker."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     host: str
     port: int

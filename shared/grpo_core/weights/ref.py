@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from grpo_core.wire.policy_version import PolicyVersion
 
@@ -26,14 +26,12 @@ class WeightKind(StrEnum):
     """Only in shared memory: a trainer wrote them there."""
 
 
-class WeightRef(BaseModel):
+class WeightRef(BaseModel, frozen=True, extra="forbid"):
     """One set of weights.
 
     `path`: a complete directory that does not change any more; None if there is none. `digest`: its
     `directory_digest`, "" if it is unknown.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: PolicyVersion = UNTRAINED
     kind: WeightKind = WeightKind.BASE

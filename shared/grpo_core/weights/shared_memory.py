@@ -17,17 +17,15 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 
-class TensorRegion(BaseModel):
+class TensorRegion(BaseModel, frozen=True):
     """One contiguous tensor, `offset` bytes after the start of the shared memory.
 
     On a GPU that memory has several allocations. Offsets then count as if the allocations were one
     block, and a region never crosses from one allocation into the next.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     offset: int
     nbytes: int
@@ -51,10 +49,8 @@ class ParameterMapping(TensorRegion):
     slice: tuple[int, int] | None
 
 
-class WeightManifest(BaseModel):
+class WeightManifest(BaseModel, frozen=True):
     """All parameters in the shared memory. `generation` changes at every engine start."""
-
-    model_config = ConfigDict(frozen=True)
 
     generation: str
     model: str
@@ -62,8 +58,8 @@ class WeightManifest(BaseModel):
     parameters: dict[str, ParameterMapping]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Record(BaseModel, frozen=True, extra="forbid"):
+    """Unknown fields are refused."""
 
 
 class MemfdMemory(_Record):

@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from grpo_core.errors import GrpoError, parsing
 from grpo_core.weights.ref import WeightKind
@@ -58,10 +58,8 @@ class WrongDigest(GrpoError):
     """Bytes differ from the digest that was announced for them."""
 
 
-class FileParts(BaseModel):
+class FileParts(BaseModel, frozen=True, extra="forbid"):
     """Size and chunks of one file. `chunks`: the SHA-256 of each `CHUNK_BYTES`, in order."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bytes: Annotated[int, Field(ge=0)]
     chunks: tuple[Sha256, ...]
@@ -81,11 +79,9 @@ class FileParts(BaseModel):
             yield first, min(CHUNK_BYTES, self.bytes - first), digest
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True, extra="forbid"):
     """The files of a version. `files`: the result, by name. `deltas`: for some of them, the file
     `<name>.delta`, from which and from the parent's file the result can be computed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     files: dict[FileName, FileParts]
     deltas: dict[FileName, FileParts] = {}
@@ -140,11 +136,9 @@ def _bytes_of(files: Mapping[str, FileParts]) -> int:
     return sum(parts.bytes for parts in files.values())
 
 
-class VersionedRecord(BaseModel):
+class VersionedRecord(BaseModel, frozen=True, extra="ignore"):
     """A Redis hash or stream entry with text values. Unknown fields are ignored, so that a newer
     process may write more of them."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     epoch: Step
     step: Step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator
+from pydantic import BaseModel, Field, WrapValidator
 
 MASKED = -100
 """Mask value of a token that is not trained on (torch's ignore index)."""
@@ -64,7 +64,5 @@ Rows = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first invalid entry, so a million NaN are one problem."""
 
 
-class WireModel(BaseModel):
+class WireModel(BaseModel, extra="ignore"):
     """Drops unknown fields, as Atropos does. Converts numbers if that is exact."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())

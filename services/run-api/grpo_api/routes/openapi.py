@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import FloatSchema, IntSchema, ModelSchema
 
@@ -58,28 +58,22 @@ _HEADERS: dict[int, Json] = {
 }
 
 
-class Problem(BaseModel):
+class Problem(BaseModel, extra="forbid"):
     """One problem of a request. `loc` begins with body, query, path or header."""
-
-    model_config = ConfigDict(extra="forbid")
 
     loc: list[str | int]
     msg: str
     type: str
 
 
-class RefusedRequest(BaseModel):
+class RefusedRequest(BaseModel, extra="forbid"):
     """The answer to a rejected request, which changed nothing."""
-
-    model_config = ConfigDict(extra="forbid")
 
     detail: str | list[Problem]
 
 
-class ServedGroup(ScoredGroup):
+class ServedGroup(ScoredGroup, extra="forbid", json_schema_serialization_defaults_required=True):
     """The newest group. A field of the group is null if the environment did not send the field."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
 
 
 def refusals(*statuses: int) -> dict[int | str, Json]:

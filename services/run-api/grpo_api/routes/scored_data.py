@@ -7,7 +7,7 @@ from typing import Any, Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from typing_extensions import TypedDict  # pydantic accepts `typing.TypedDict` from Python 3.12 on
 
 from grpo_api.batches import group_pieces
@@ -53,10 +53,8 @@ class GroupsReceived(TypedDict):
     last_buffer_size: NotRequired[int]
 
 
-class NoExample(BaseModel):
+class NoExample(BaseModel, extra="forbid"):
     """No group has been queued yet: the answer has nine fields, each with an empty list."""
-
-    model_config = ConfigDict(extra="forbid")
 
     tokens: list[None] = Field(max_length=0)
     masks: list[None] = Field(max_length=0)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import structlog
 from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from grpo_api.batches import batch_json, next_batch
 from grpo_api.errors import BatchUnknown, Refused, TrainerNotRegistered
@@ -76,10 +76,8 @@ UntilAnswered = Annotated[AsyncExitStack, Depends(_until_answered)]
 """Contexts entered here end when the answer has been sent or cut off."""
 
 
-class _Streamed(BaseModel):
+class _Streamed(BaseModel, extra="forbid"):
     """Only describes an answer that is sent as bytes; no instance is created."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class NoBatch(_Streamed):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, Field
 
 from grpo_core.tree.server import ServerSettings
 from grpo_core.weights.bridge_config import BridgeConfig
@@ -43,8 +43,8 @@ NO_LORA = "this server cannot load adapters; start the server with --enable-lora
 AdapterName = Annotated[str, Field(validation_alias=AliasChoices("adapter_name", "lora_name"))]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Body(BaseModel, extra="forbid"):
+    """Unknown fields are refused."""
 
 
 class PauseRequest(_Body):
