@@ -12,10 +12,13 @@ from grpo_core.tree.objectives import PRESETS
 from grpo_core.tree.trainer import TrainerSettings
 from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer import learner
+from grpo_trainer.checks import self_test
+from grpo_trainer.checks.identities import SCORES
 from grpo_trainer.checks.self_test import SelfTest
 from grpo_trainer.errors import SelfTestFailed
 from grpo_trainer.learner import Learner
 from grpo_trainer.model.forward import FastForward, build_forward_pass
+from grpo_trainer.model.logprobs import logprobs_of
 from grpo_trainer.model.packing import PADDED
 from grpo_trainer.model.reference import Reference
 from grpo_trainer.ranks import ALONE
@@ -24,6 +27,8 @@ from tests.silent_faults.faults import Fault
 from tests.silent_faults.in_the_trainer import divided_again, micro_batch_dropped
 from tests.unit.trainer.forward_rig import adapted, qwen
 from tests.unit.trainer.tiny_policy import optimizer_of
+
+ROUNDING = 0.01
 
 
 def self_test_of(
@@ -65,6 +70,20 @@ def test_every_objective_passes_and_leaves_no_trace(name: str) -> None:
 @pytest.mark.parametrize("changes", [{"entropy_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward"}])
 def test_other_parts_of_the_loss_pass(changes: dict[str, Any]) -> None:
     assert message(bench(**changes)) == ""
+
+
+def test_rounding_across_the_narrow_bounds_of_gspo_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, the logprobs of two passes differ: here so that every ratio is clipped."""
+    is_better = iter(score > sum(scores) / len(scores) for scores in SCORES for score in scores)
+
+    def rounded(policy: Any, tokens: list[int]) -> torch.Tensor:
+        return logprobs_of(policy, tokens) + (-ROUNDING if next(is_better) else ROUNDING)
+
+    monkeypatch.setattr(self_test, "logprobs_of", rounded)
+    policy = qwen(torch.bfloat16)
+    settings = CommandLine(model="m", mode="none", objective="gspo").settings()
+    assert settings.resolved_objective.clip_eps_high < ROUNDING
+    assert message(self_test_of(policy, FastForward(PADDED), None, settings)) == ""
 
 
 def test_a_whole_model_passes() -> None:
