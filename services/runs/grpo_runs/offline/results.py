@@ -11,7 +11,6 @@ from typing import Any
 
 from grpo_core.rollouts.page.encode import Point
 from grpo_runs.offline.run_files import BEFORE, RunFiles
-from grpo_runs.report.steps import curves_of
 
 Metrics = dict[str, Any]
 _PANELS = {
@@ -81,9 +80,14 @@ def draw(files: RunFiles) -> None:
     """Rewards and evaluations, losses, the KL divergence, the gradient norm; by iteration."""
     from grpo_runs.report.plots import draw_panels
 
-    curves = curves_of({record["iteration"] + 1: record for record in train_records(files)})
+    records = train_records(files)
+
+    def curve(name: str) -> list[Point]:
+        known = (record for record in records if record.get(name) is not None)
+        return [(record["iteration"] + 1, record[name]) for record in known]
+
     panels = {
-        title: {label: curves.get(name, []) for name, label in labels.items()}
+        title: {label: curve(name) for name, label in labels.items()}
         for title, labels in _PANELS.items()
     }
     found = evaluations(files)

@@ -1,5 +1,5 @@
 """Training steps: their records in the trainer's metrics file, which grows, a line for each on the
-screen, a hint, and the curves of their metrics and of the curricula's pools."""
+screen, a hint, and the curves of the curricula's pools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import BaseModel, Field
 from pydantic_core import from_json
@@ -130,19 +130,6 @@ def pool_curves(directory: Path) -> dict[str, list[Point]]:
                 raise ProtocolViolation(
                     f"{path} line {number}: expected a JSON object with the key step and numbers"
                 ) from None
-    return curves
-
-
-def curves_of(records: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Positions and values of everything that is a number, in order of the positions.
-
-    Args: records: by position, so that of a repeated step the last one counts
-    """
-    curves: dict[str, list[Point]] = {}
-    for position, record in sorted(records.items()):
-        for name, value in record.items():
-            if isinstance(value, int | float):
-                curves.setdefault(name, []).append((position, value))
     return curves
 
 
