@@ -243,6 +243,7 @@ class _Answers:
         )
 
 
+@dataclass(eq=False)
 class TrainingEvaluation:
     """The evaluations of one run.
 
@@ -253,23 +254,17 @@ class TrainingEvaluation:
         untrained: keeps some of the answers
     """
 
-    def __init__(
-        self,
-        settings: EnvServerSettings,
-        tasks: tuple[Task, ...],
-        engine: RolloutEngine,
-        pool: InferencePool,
-        report: Callable[[int, Mapping[str, Any]], None],
-        untrained: UntrainedRollouts,
-    ) -> None:
-        self._settings = settings
-        self._engine = engine
-        self._pool = pool
-        self._report = report
-        self._untrained = untrained
-        self._evaluation = Evaluation.of(settings)
+    settings: EnvServerSettings
+    tasks: tuple[Task, ...]
+    engine: RolloutEngine
+    pool: InferencePool
+    report: Callable[[int, Mapping[str, Any]], None]
+    untrained: UntrainedRollouts
+
+    def __post_init__(self) -> None:
+        self._evaluation = Evaluation.of(self.settings)
         self._items: list[tuple[Task, list[Item]]] = []
-        for task in tasks if settings.eval_every else ():
+        for task in self.tasks if self.settings.eval_every else ():
             try:
                 self._items.append((task, self._evaluation.chosen(task)))
             except DataUnusable as error:
@@ -295,16 +290,16 @@ class TrainingEvaluation:
     @property
     def groups_for_training(self) -> int:
         """Largest number of groups that may be sampled for training now."""
-        most = self._settings.max_concurrent_groups
-        if not self._samples or self._settings.eval_handling == "NONE":
+        most = self.settings.max_concurrent_groups
+        if not self._samples or self.settings.eval_handling == "NONE":
             return most
-        if self._settings.eval_handling == "STOP_TRAIN":
+        if self.settings.eval_handling == "STOP_TRAIN":
             return 0
-        return int(most * self._settings.eval_limit_ratio)
+        return int(most * self.settings.eval_limit_ratio)
 
     def start_if_due(self, step: int, plan: SamplingPlan) -> None:
         """Start an evaluation at the first step seen, and at each multiple of `--eval-every`."""
-        every = self._settings.eval_every
+        every = self.settings.eval_every
         if not self._items or self.is_running:
             return
         if self._done_up_to < 0 or step // every > self._done_up_to // every:
@@ -333,7 +328,7 @@ class TrainingEvaluation:
 
     async def _run(self, step: int, plan: SamplingPlan) -> None:
         try:
-            engine = await _of_one_version(self._engine, self._pool, self._settings, step)
+            engine = await _of_one_version(self.engine, self.pool, self.settings, step)
             self._samples, self._seen_items, self._kept = True, 0, []
             for task, items in self._items:
                 result = await evaluate(
@@ -341,7 +336,7 @@ class TrainingEvaluation:
                 )
                 self._record(result)
             at = max(0, self._evaluated_step)
-            await asyncio.to_thread(self._untrained.save, EVALUATION, at, self._kept)
+            await asyncio.to_thread(self.untrained.save, EVALUATION, at, self._kept)
         except GrpoError as error:
             log.warning("evaluation.failed", step=step, error=f"{type(error).__name__}: {error}")
         finally:
@@ -363,6 +358,6 @@ class TrainingEvaluation:
             seconds=round(result.duration_s, 3),
             **{name: round(value, 4) for name, value in result.metrics.items()},
         )
-        if self._settings.eval_output is not None:
-            save(result, self._settings.eval_output)
-        self._report(result.step or 0, result.flat())
+        if self.settings.eval_output is not None:
+            save(result, self.settings.eval_output)
+        self.report(result.step or 0, result.flat())

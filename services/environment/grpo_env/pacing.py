@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from grpo_core.errors import GrpoError, ServiceUnavailable
 from grpo_core.wire.run_api import EnvironmentStatus
@@ -78,6 +79,7 @@ class EveryGroupRefused(GrpoError):
     """A service refused sixteen groups in a row, so an option is probably wrong."""
 
 
+@dataclass
 class FailureBudget:
     """Allows failures of one service for `deadline_s` seconds after the first one in a row.
 
@@ -87,15 +89,12 @@ class FailureBudget:
     failure, but sixteen in a row are.
     """
 
-    def __init__(
-        self, service: str, deadline_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._service = service
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._failing_since: float | None = None
-        self._last_failure = 0.0
-        self._refused_in_a_row = 0
+    service: str
+    deadline_s: float
+    clock: Callable[[], float] = time.monotonic
+    _failing_since: float | None = field(default=None, init=False)
+    _last_failure: float = field(default=0.0, init=False)
+    _refused_in_a_row: int = field(default=0, init=False)
 
     def succeeded(self) -> None:
         self._failing_since = None
@@ -107,20 +106,20 @@ class FailureBudget:
         self._refused_in_a_row += 1
         if self._refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
             raise EveryGroupRefused(
-                f"{self._service} refused {MAX_REFUSED_IN_A_ROW} groups in a row; last: {detail}"
+                f"{self.service} refused {MAX_REFUSED_IN_A_ROW} groups in a row; last: {detail}"
             )
 
     def failed(self, error: ServiceUnavailable) -> None:
         """Record a failure. Raises `ServiceUnavailable`: the service has failed for `deadline_s`
         seconds without a success."""
-        self._last_failure = self._clock()
+        self._last_failure = self.clock()
         if self._failing_since is None:
             self._failing_since = self._last_failure
         failing_s = self._last_failure - self._failing_since
-        if failing_s >= self._deadline_s:
+        if failing_s >= self.deadline_s:
             raise ServiceUnavailable(
-                f"{self._service} answered no request successfully for {round(failing_s, 1):g} "
-                f"s; the last error was: {error}; read the log of {self._service}"
+                f"{self.service} answered no request successfully for {round(failing_s, 1):g} "
+                f"s; the last error was: {error}; read the log of {self.service}"
             ) from error
 
     @property
@@ -130,7 +129,7 @@ class FailureBudget:
             return 0.0
         failing_s = self._last_failure - self._failing_since
         pause_s = min(max(failing_s, _MIN_DELAY_S), _MAX_DELAY_S)
-        return max(0.0, self._last_failure + pause_s - self._clock())
+        return max(0.0, self._last_failure + pause_s - self.clock())
 
 
 class NoTrainer(GrpoError):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion
@@ -38,6 +39,7 @@ GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
 """The rollouts of a group, and the grades of their last answers."""
 
 
+@dataclass(eq=False)
 class RolloutEngine:
     """Samples and grades groups.
 
@@ -48,26 +50,19 @@ class RolloutEngine:
         teacher: scores the tokens of groups that are kept; None without one
     """
 
-    def __init__(
-        self,
-        generate: Generate,
-        template: ChatTemplate,
-        grader: Grader,
-        teacher: Teacher | None = None,
-    ) -> None:
-        self._generate = generate
-        self._template = template
-        self._grader = grader
-        self._teacher = teacher
-        self._schemas: dict[int, list[dict[str, Any]]] = {}
+    generate: Generate
+    template: ChatTemplate
+    grader: Grader
+    teacher: Teacher | None = None
+    _schemas: dict[int, list[dict[str, Any]]] = field(default_factory=dict, init=False)
 
     def on(self, generate: Generate) -> RolloutEngine:
         """The same engine with other servers."""
-        return RolloutEngine(generate, self._template, self._grader, self._teacher)
+        return replace(self, generate=generate)
 
     def prompt_ids(self, item: Item) -> list[int]:
         """[T] tokens that the policy continues first."""
-        return self._template.prompt_ids(item.prompt, self._tools_of(item.task))
+        return self.template.prompt_ids(item.prompt, self._tools_of(item.task))
 
     async def roll_out(self, item: Item, plan: SamplingPlan) -> SampledGroup:
         """Sample one group and grade it.
@@ -104,9 +99,9 @@ class RolloutEngine:
             return SampledGroup(answers, sequences, graded, lost=crowded)
         seconds = time.monotonic() - started
         dropped = _reason_to_drop(sequences, graded, plan)
-        if self._teacher is not None and plan.asks_teacher and dropped is None:
+        if self.teacher is not None and plan.asks_teacher and dropped is None:
             try:
-                await self._teacher.score([one for rollout in sequences for one in rollout])
+                await self.teacher.score([one for rollout in sequences for one in rollout])
             except GroupLost as lost:
                 dropped = lost
         group = scored_group(item, answers, sequences, graded, plan, seconds)
@@ -115,7 +110,7 @@ class RolloutEngine:
     async def sample_plainly(self, prompt_ids: list[int], max_tokens: int) -> Completion:
         """One completion at temperature 1, for a check of the served weights. Raises
         `RequestRefused`, `ServiceUnavailable`, `ProtocolViolation`: the server's answer."""
-        answer = await self._generate(prompt_ids, n=1, max_tokens=max_tokens, temperature=1.0)
+        answer = await self.generate(prompt_ids, n=1, max_tokens=max_tokens, temperature=1.0)
         (completion,) = answer.completions()
         return completion
 
@@ -127,7 +122,7 @@ class RolloutEngine:
 
     def _begun(self, item: Item, plan: SamplingPlan) -> list[RecordedDialogue]:
         return [
-            RecordedDialogue(self._generate, self._template, plan, item)
+            RecordedDialogue(self.generate, self.template, plan, item)
             for _ in range(plan.group_size)
         ]
 
@@ -141,7 +136,7 @@ class RolloutEngine:
             await all_or_none(self._conversation(item, plan, one) for one in dialogues)
         else:
             await self._completions(item, plan, dialogues)
-        return await self._grader.grade_all(item, [one.last_answer for one in dialogues])
+        return await self.grader.grade_all(item, [one.last_answer for one in dialogues])
 
     async def _completions(
         self, item: Item, plan: SamplingPlan, dialogues: list[RecordedDialogue]
@@ -150,7 +145,7 @@ class RolloutEngine:
         prompt_ids = self.prompt_ids(item)
         limit = plan.completion_limit(item.task, _room(plan, prompt_ids))
         sampling = plan.sampling(limit, item.task.stop)
-        completions = await complete(self._generate, prompt_ids, plan.group_size, sampling)
+        completions = await complete(self.generate, prompt_ids, plan.group_size, sampling)
         for dialogue, completion in zip(dialogues, completions, strict=True):
             dialogue.begin_with(item.prompt, prompt_ids, completion, limit)
 
@@ -170,7 +165,7 @@ class RolloutEngine:
             if not answer.finished or answer.state.turn >= task.max_turns:
                 return
             with self._quarantine(item):
-                more = await self._grader.code.step(task, answer.state, answer)
+                more = await self.grader.code.step(task, answer.state, answer)
             if more is None:
                 return
             messages = [*answer.state.messages, *more]
@@ -192,9 +187,9 @@ class RolloutEngine:
             raise GroupLost(FailureReason.FAILED_ROLLOUT, "the policy was asked for no answer")
         answers = [dialogue.last_answer for dialogue in dialogues]
         if None in values:
-            return await self._grader.grade_all(item, answers)
+            return await self.grader.grade_all(item, answers)
         return [
-            self._grader.grade(item, value, answer)
+            self.grader.grade(item, value, answer)
             for value, answer in zip(values, answers, strict=True)
         ]
 
@@ -215,7 +210,7 @@ class RolloutEngine:
         except RolloutFailed as error:
             raise GroupLost(FailureReason.FAILED_ROLLOUT, str(error)) from error
         except Exception as error:
-            problem = f"{item.place}: {self._grader.failed(item, error).problem}"
+            problem = f"{item.place}: {self.grader.failed(item, error).problem}"
             raise GroupLost(FailureReason.FAILED_ROLLOUT, problem) from error
 
 

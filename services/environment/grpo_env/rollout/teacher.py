@@ -14,6 +14,7 @@ The server has `POST /v1/completions` of OpenAI's API, and takes token ids with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -216,6 +217,7 @@ def _problem(rows: Sequence[list[int]], found: Sequence[_Logprobs]) -> str | Non
     return None
 
 
+@dataclass(frozen=True)
 class Teacher:
     """Scores what the policy said.
 
@@ -225,12 +227,9 @@ class Teacher:
         system_prompt: that the teacher gets in place of the policy's; None: the same
     """
 
-    def __init__(
-        self, client: TeacherClient, template: ChatTemplate, system_prompt: str | None = None
-    ) -> None:
-        self._client = client
-        self._template = template
-        self._system_prompt = system_prompt
+    client: TeacherClient
+    template: ChatTemplate
+    system_prompt: str | None = None
 
     async def score(self, sequences: Sequence[TrainingSequence]) -> None:
         """Set the teacher's logprobs of the sampled tokens, in one request for all sequences.
@@ -246,7 +245,7 @@ class Teacher:
             for sequence, prompt, start in zip(sequences, prompts, starts, strict=True)
         ]
         try:
-            scored = await self._client.logprobs(rows)
+            scored = await self.client.logprobs(rows)
         except RequestRefused as error:
             raise GroupLost(FailureReason.TEACHER_REFUSED, str(error)) from error
         for sequence, logprobs, start in zip(sequences, scored, starts, strict=True):
@@ -256,10 +255,10 @@ class Teacher:
             sequence.teacher_logprobs = [*[None] * start, *found]
 
     def _prompt_ids(self, sequence: TrainingSequence) -> list[int]:
-        if self._system_prompt is None:
+        if self.system_prompt is None:
             return sequence.tokens[: sequence.prompt_tokens]
-        prompt = with_system_prompt(sequence.prompt, self._system_prompt)
-        return self._template.prompt_ids(prompt, sequence.tools)
+        prompt = with_system_prompt(sequence.prompt, self.system_prompt)
+        return self.template.prompt_ids(prompt, sequence.tools)
 
 
 def with_system_prompt(
