@@ -51,36 +51,31 @@ class Answered(GrpoError):
     status: int
     headers: ClassVar[Mapping[str, str]] = {}
 
-    @property
-    def detail(self) -> Detail:
-        return str(self)
+    def __init__(self, detail: Detail) -> None:
+        super().__init__(str(detail))
+        self.detail = detail
 
 
 class Refused(Answered):
     """The request changed nothing."""
 
     def __init__(self, status: int, detail: Detail) -> None:
-        super().__init__(str(detail))
+        super().__init__(detail)
         self.status = status
-        self._detail = detail
-
-    @property
-    def detail(self) -> Detail:
-        return self._detail
 
     @property
     def reason(self) -> str:
         """`scores.1: Input should be a finite number (and 2 more)`"""
-        if isinstance(self._detail, str):
-            return self._detail
-        first, *others = self._detail
+        if isinstance(self.detail, str):
+            return self.detail
+        first, *others = self.detail
         place = ".".join(map(str, first["loc"][1:]))  # without "body" or "header"
         more = f" (and {len(others)} more)" if others else ""
         return f"{place}: {first['msg']}{more}" if place else f"{first['msg']}{more}"
 
     def __reduce__(self) -> tuple[type[Refused], tuple[int, Detail]]:
         """Pickled when the decoder process sends this error back to the server."""
-        return Refused, (self.status, self._detail)
+        return Refused, (self.status, self.detail)
 
 
 class GroupRefused(GrpoError):
@@ -117,11 +112,7 @@ class Conflict(Answered):
 
     def __init__(self, parameter: str, kind: str, message: str) -> None:
         super().__init__(message)
-        self._problem = {"loc": ["query", parameter], "msg": message, "type": kind}
-
-    @property
-    def detail(self) -> Detail:
-        return [self._problem]
+        self.detail = [{"loc": ["query", parameter], "msg": message, "type": kind}]
 
 
 class BatchUnknown(Conflict):
