@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Header, Request
 from pydantic import BaseModel, StringConstraints, TypeAdapter, ValidationError, WithJsonSchema
@@ -17,6 +17,7 @@ from grpo_api.intake import Intake
 from grpo_api.metrics import Metrics
 from grpo_api.planning.run_view import QueueLimits
 from grpo_api.store.run import RunStore
+from grpo_core.closing import ClosesOnExit
 from grpo_core.errors import problems_of
 from grpo_core.security import listed
 from grpo_core.wire.run_api import (
@@ -44,7 +45,7 @@ class BodyLimits:
     held_bytes: int = 0
 
 
-class IncomingBody:
+class IncomingBody(ClosesOnExit):
     """The body of one request, counted as held until the block ends."""
 
     def __init__(self, limits: BodyLimits, request: Request) -> None:
@@ -52,10 +53,7 @@ class IncomingBody:
         self._request = request
         self._bytes = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.keep(0)
 
     def keep(self, size: int) -> None:
