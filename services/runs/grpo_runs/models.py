@@ -13,8 +13,7 @@ from grpo_core.weights.directory_checks import (
     ADAPTER_CONFIG,
     LORA_RANKS,
     UnusableWeights,
-    adapter_base,
-    adapter_rank,
+    lora_config,
     require_complete,
 )
 from grpo_core.weights.ref import WeightKind
@@ -86,7 +85,7 @@ def evaluated_model(name: str, base_model: str | None = None) -> EvaluatedModel:
             raise UnusableWeights(problem)
         return EvaluatedModel(name, name)
     require_complete(WeightKind.ADAPTER, directory)
-    served = base_model or adapter_base(directory)
+    served = base_model or lora_config(directory).base_model_name_or_path
     if not served:
         file = directory / ADAPTER_CONFIG
         raise UnusableWeights(f"{file} names no base_model_name_or_path; pass --base-model")
@@ -115,7 +114,7 @@ def adapter_flags(models: Sequence[EvaluatedModel]) -> list[str]:
     adapters = [model.adapter for model in models if model.adapter]
     if not adapters:
         return []
-    ranks = {adapter: adapter_rank(adapter) for adapter in adapters}
+    ranks = {adapter: lora_config(adapter).rank for adapter in adapters}
     highest = max(adapters, key=lambda adapter: ranks[adapter])
     accepted = [rank for rank in LORA_RANKS if rank >= ranks[highest]]
     if not accepted:

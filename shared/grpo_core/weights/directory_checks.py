@@ -140,7 +140,7 @@ def without_head(modules: tuple[str, ...] | None) -> tuple[str, ...] | None:
 def require_servable_adapter(directory: Path, max_rank: int) -> None:
     """Raises `UnusableWeights` if the adapter's rank is higher than the engine accepts, or if the
     adapter changes the head."""
-    config = _lora_config(directory)
+    config = lora_config(directory)
     rank, targets = config.rank, config.target_modules
     if rank > max_rank:
         raise UnusableWeights(
@@ -154,24 +154,10 @@ def require_servable_adapter(directory: Path, max_rank: int) -> None:
         raise UnusableWeights(f"{directory}: {error}") from None
 
 
-def adapter_rank(directory: Path) -> int:
-    """The adapter's rank: the largest `r` of its modules.
-
-    Raises:
-        UnusableWeights: its configuration is invalid.
-    """
-    return _lora_config(directory).rank
-
-
-def adapter_base(directory: Path) -> str | None:
-    """The model that the adapter names as its base. Raises as `adapter_rank`."""
-    return _lora_config(directory).base_model_name_or_path
-
-
 def require_lora_tensors(directory: Path) -> None:
     """Raises `UnusableWeights` if the tensors do not have the ranks of the adapter's configuration,
     or one of a pair is missing."""
-    file, ranks = directory / ADAPTER_WEIGHTS, _lora_config(directory).ranks
+    file, ranks = directory / ADAPTER_WEIGHTS, lora_config(directory).ranks
     try:
         shapes = {name: tensor["shape"] for name, tensor in head_of(file)[0].items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -202,8 +188,8 @@ def make_private(directory: Path) -> None:
         )
 
 
-class _LoraConfig(BaseModel):
-    """The part of PEFT's configuration that is checked."""
+class LoraConfig(BaseModel):
+    """The part of PEFT's configuration that is checked. `rank`: the largest of all modules."""
 
     peft_type: Literal["LORA"] = "LORA"
     base_model_name_or_path: str | None = None
@@ -220,11 +206,11 @@ class _LoraConfig(BaseModel):
         return max(self.ranks)
 
 
-def _lora_config(directory: Path) -> _LoraConfig:
-    """Raises `UnusableWeights` if it is invalid."""
+def lora_config(directory: Path) -> LoraConfig:
+    """An adapter's configuration. Raises `UnusableWeights` if it is invalid."""
     file = directory / ADAPTER_CONFIG
     try:
-        return _LoraConfig.model_validate_json(file.read_bytes())
+        return LoraConfig.model_validate_json(file.read_bytes())
     except OSError as error:
         raise UnusableWeights(f"{file} cannot be read: {error}") from error
     except ValidationError as error:

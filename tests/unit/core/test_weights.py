@@ -22,9 +22,9 @@ from grpo_core.weights.directory_checks import (
     ADAPTER_WEIGHTS,
     MODEL_CONFIG,
     UnusableWeights,
-    adapter_rank,
     check_weights,
     directory_digest,
+    lora_config,
     require_lora_tensors,
     require_servable_adapter,
 )
@@ -100,7 +100,7 @@ def test_half_written_weights_and_other_bytes_than_announced_are_refused(adapter
 
 
 def test_the_rank_is_the_largest_of_all_modules(adapter: Path) -> None:
-    assert adapter_rank(adapter) == 24
+    assert lora_config(adapter).rank == 24
     require_servable_adapter(adapter, 24)
     with pytest.raises(UnusableWeights, match=r"rank 24, .* at most 16; .* --max-lora-rank 24"):
         require_servable_adapter(adapter, 16)
