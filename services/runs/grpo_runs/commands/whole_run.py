@@ -7,7 +7,6 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.deadline import Deadline
@@ -25,7 +24,7 @@ from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.records import ProcessRecords
 from grpo_runs.process.stack import LostServices, Stack, StopRequest, StopRequested, start_on_screen
-from grpo_runs.report.evaluations import EvaluationsFile, evaluation_line
+from grpo_runs.report.evaluations import EvaluationsFile
 from grpo_runs.report.steps import (
     HEADER_EVERY_STEPS,
     MetricsFile,
@@ -37,7 +36,9 @@ from grpo_runs.report.steps import (
     trim_records,
 )
 from grpo_runs.report.summary import (
+    INDENT,
     Trained,
+    WholeRun,
     counted,
     facts_of,
     groups_text,
@@ -68,28 +69,11 @@ SAVE_GRACE_S = 120.0
 """After a stop signal, for the end of a step and a checkpoint."""
 COMPLETE = "run.completed"
 """The event that an environment logs when it ends as it should."""
-INDENT = 9 * " "
 COMMANDS = ("grpo-run", "grpo-demo")
 
 
 class NoTrainingStep(GrpoError):
     """All processes are running, but the trainer finished no step within `--step-deadline-s`."""
-
-
-@dataclass(frozen=True)
-class WholeRun:
-    """A run whose services are all started here, with its directory and its screen."""
-
-    settings: RunSettings
-    run: RunDirectory
-    screen: Screen
-    evaluations: EvaluationsFile
-
-    def show_evaluations(self) -> bool:
-        """Show evaluations that are new; returns whether there were any."""
-        new = self.evaluations.read_new()
-        self.screen.lines([INDENT + evaluation_line(summary) for summary in new], "bold")
-        return bool(new)
 
 
 def run_whole(settings: RunSettings, screen: Screen) -> int:
@@ -115,9 +99,8 @@ def run_whole(settings: RunSettings, screen: Screen) -> int:
                 started = time.monotonic()
                 trained = _train(whole, stop_request, notices, processes, news)
                 seconds = time.monotonic() - started
-                facts = facts_of(settings, run, trained, seconds, processes.peak_bytes)
-                evaluations, command = whole.evaluations, command_typed()
-                report_run(settings, run, screen, facts, trained, evaluations, command)
+                facts = facts_of(whole, trained, seconds, processes.peak_bytes)
+                report_run(whole, facts, trained, command_typed())
         except StopRequested as stopped:
             screen.failure(f"{stopped}; every process of this run has ended")
             status = stopped.exit_status

@@ -14,15 +14,21 @@ from pydantic import BaseModel
 from grpo_core.errors import ProtocolViolation, parsing
 from grpo_core.tree.weights import ModeName
 from grpo_core.weights.servers import ServerStatus
-from grpo_runs.report.evaluations import EvaluationsFile, few_items_warning, lift_text
+from grpo_runs.report.evaluations import (
+    EvaluationsFile,
+    evaluation_line,
+    few_items_warning,
+    lift_text,
+)
 from grpo_runs.report.lost import lost_lines
 from grpo_runs.report.steps import StepRecord
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import Screen
-from grpo_runs.settings.launch_options import LaunchOptions
+from grpo_runs.settings.run import RunSettings
 from grpo_runs.watch.logs import DROPPED, LOST, SENT, ServiceLogs
 
 Model = TypeVar("Model", bound=BaseModel)
+INDENT = 9 * " "
 
 
 @dataclass(frozen=True)
@@ -234,6 +240,22 @@ def _table(facts: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class WholeRun:
+    """A run whose services are all started here, with its directory and its screen."""
+
+    settings: RunSettings
+    run: RunDirectory
+    screen: Screen
+    evaluations: EvaluationsFile
+
+    def show_evaluations(self) -> bool:
+        """Show evaluations that are new; returns whether there were any."""
+        new = self.evaluations.read_new()
+        self.screen.lines([INDENT + evaluation_line(summary) for summary in new], "bold")
+        return bool(new)
+
+
+@dataclass(frozen=True)
 class Trained:
     """Args: resumed_after: as of `Summary`; servers: those at the end; ended: signal or status of
     services that ended early; logs: read since the start"""
@@ -246,17 +268,11 @@ class Trained:
     logs: ServiceLogs
 
 
-def facts_of(
-    settings: LaunchOptions,
-    run: RunDirectory,
-    trained: Trained,
-    seconds: float,
-    peak: dict[str, int],
-) -> RunFacts:
-    benchmark = run.checkpoints / "benchmark.json"
+def facts_of(whole: WholeRun, trained: Trained, seconds: float, peak: dict[str, int]) -> RunFacts:
+    benchmark = whole.run.checkpoints / "benchmark.json"
     return RunFacts(
-        mode=settings.mode,
-        seed=settings.seed,
+        mode=whole.settings.mode,
+        seed=whole.settings.seed,
         summary=summarise(trained.records, seconds, trained.seconds, trained.resumed_after),
         benchmark=read_record(BenchmarkFacts, benchmark) if benchmark.exists() else None,
         servers=tuple(one for one in trained.servers if one.name not in trained.ended),
@@ -267,19 +283,12 @@ def facts_of(
     )
 
 
-def report_run(
-    settings: LaunchOptions,
-    run: RunDirectory,
-    screen: Screen,
-    facts: RunFacts,
-    trained: Trained,
-    evaluations: EvaluationsFile,
-    command: str,
-) -> None:
+def report_run(whole: WholeRun, facts: RunFacts, trained: Trained, command: str) -> None:
     """Write the plot, the summary and the page, and show the summary.
 
     Args: command: started the run, as the user types it
     """
+    settings, run, screen = whole.settings, whole.run, whole.screen
     with screen.activity("drawing the reward plot"):
         from grpo_runs.report.plots import draw_reward_curve
 
@@ -292,8 +301,9 @@ def report_run(
 
             write_report(run, logs=trained.logs, logs_after=trained.resumed_after)
     screen.line("")
-    lifts = [lift_text(*lift) for lift in evaluations.lifts()]
-    screen.lines([*summary_lines(facts, lifts), *lost_lines(run)], "bold")
+    lifts = [*whole.evaluations.lifts()]
+    lines = summary_lines(facts, [lift_text(*lift) for lift in lifts])
+    screen.lines([*lines, *lost_lines(run)], "bold")
     files = {
         **({"rollouts": str(run.report)} if settings.report else {}),
         "plot": str(run.reward_plot),
@@ -304,6 +314,6 @@ def report_run(
         "go on": f"{command} --resume {run.path} --steps {2 * settings.steps}",
     }
     screen.lines(_table(files))
-    for task, _, items, lost in evaluations.lifts():
+    for task, _, items, lost in lifts:
         if warning := few_items_warning(task, items, lost):
             screen.warning(warning)
