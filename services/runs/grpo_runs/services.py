@@ -59,6 +59,7 @@ TEACHER = "teacher"
 SAMPLES = "samples completions from the policy"
 TRAINS = "trains the policy and publishes its weights"
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""The last lines of a process that dies must reach its log."""
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Without it the first request takes seconds, since vLLM compiles one function in eager mode too.
 """
@@ -246,8 +247,6 @@ def model_job(model: str, path_file: Path, threads: int) -> Service:
         name=MODEL_JOB,
         role=f"makes {named} or finds it in the cache",
         command=module("grpo_tiny_model", *flags, "--path-file", path_file),
-        healthy=lambda: False,  # it is done when it has ended
-        deadline_s=math.inf,  # it takes a bounded number of steps, however slow the machine
         environment=child_environment(threads),
         may_finish=True,
     )
@@ -350,11 +349,7 @@ def child_environment(
     Args:
         offline: a child that loads a local `model` needs nothing else from the hub
     """
-    environment = {
-        THREADS: str(threads),
-        "PYTHONUNBUFFERED": "1",  # the last lines of a process that dies must reach its log
-    }
-    environment |= no_proxy(os.environ)
+    environment = {THREADS: str(threads)} | UNBUFFERED | no_proxy(os.environ)
     if offline and model is not None and Path(model).is_dir():
         # Otherwise each start asks the hub about a model that the hub does not have.
         environment["HF_HUB_OFFLINE"] = "1"

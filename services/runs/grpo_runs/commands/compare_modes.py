@@ -82,8 +82,6 @@ def demo_job(settings: CompareSettings, mode: ModeName, run: Path) -> Service:
             *(sys.executable, "-m", "grpo_runs", *settings.words_in(mode)),
             *(*words, "--run-dir", str(run)),
         ],
-        healthy=lambda: True,
-        deadline_s=0.0,
         environment={"CUDA_VISIBLE_DEVICES": gpus[mode]} if mode in gpus else {},
         may_finish=True,
     )

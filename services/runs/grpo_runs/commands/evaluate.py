@@ -214,8 +214,6 @@ def evaluation_job(
             *given_words(VIEWS[ENVIRONMENT], values),
             *("--eval-output", output),
         ),
-        healthy=lambda: True,
-        deadline_s=0.0,
         environment=child_environment(1, model.served, offline=needs_no_hub)
         | url_variables(VIEWS[ENVIRONMENT], values)
         | _variables(settings),

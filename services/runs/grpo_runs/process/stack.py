@@ -7,6 +7,7 @@ handler of stop signals such as Ctrl-C only counts, and every wait checks the co
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,12 +83,13 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Service:
-    """How to start one process, and how to see that it is ready."""
+    """How to start one process, and how to see that it is ready. By default it is a job: done when
+    it has ended, however long that takes."""
 
     name: str
     command: Sequence[str]
-    healthy: Callable[[], bool]
-    deadline_s: float
+    healthy: Callable[[], bool] = lambda: False
+    deadline_s: float = math.inf
     """From the time when those before it are healthy."""
     deadline_option: str = ""
     """What the user passes to change it; empty: there is no such option."""
