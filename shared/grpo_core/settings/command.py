@@ -177,7 +177,7 @@ class CommandSettings(BaseModel, frozen=True, extra="forbid", coerce_numbers_to_
 
     def resolved(self) -> dict[str, Any]:
         """Hook: the values that `--dry-run` prints, by field."""
-        return {name: getattr(self, name) for name in type(self).model_fields}
+        return dict(self)
 
 
 T = TypeVar("T")

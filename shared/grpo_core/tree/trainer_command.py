@@ -42,7 +42,6 @@ from grpo_core.tree.weights import (
     LoraRestartSettings,
     LoraSettings,
     ModeName,
-    ModeOptions,
     SharedVllmSettings,
 )
 
@@ -289,7 +288,7 @@ class CommandLine(
 
 def resolved(settings: TrainerSettings) -> dict[str, Any]:
     """Options by name, such that reading them again gives the same settings."""
-    held = _values(settings) | _values(settings.sync)
+    held = dict(settings) | dict(settings.sync)
     del held["sync"]
     # These count as given by being there.
     if "gpu_memory_utilization" not in settings.model_fields_set:
@@ -305,10 +304,6 @@ def resolved(settings: TrainerSettings) -> dict[str, Any]:
 def config_yaml(settings: TrainerSettings) -> str:
     """The content of `<save path>/config.yaml`, which `grpo --config` accepts."""
     return resolved_yaml(COMMAND, resolved(settings))
-
-
-def _values(model: TrainerSettings | ModeOptions) -> dict[str, Any]:
-    return {name: getattr(model, name) for name in type(model).model_fields}
 
 
 def missing_packages(options: RunOptions) -> Iterator[Mistake]:

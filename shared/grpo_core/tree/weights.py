@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator
 
@@ -263,13 +263,7 @@ SyncSettings = (
     SharedVllmSettings | LoraOnlySettings | LoraRestartSettings | CheckpointRestartSettings
 )
 KINDS: dict[str, type[SyncSettings]] = {
-    kind.model_fields["mode"].default: kind
-    for kind in (
-        SharedVllmSettings,
-        LoraOnlySettings,
-        LoraRestartSettings,
-        CheckpointRestartSettings,
-    )
+    kind.model_fields["mode"].default: kind for kind in get_args(SyncSettings)
 }
 
 
