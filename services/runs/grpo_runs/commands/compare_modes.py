@@ -110,15 +110,13 @@ def _run_all(
 def result_of(mode: ModeName, status: int, directory: Path) -> ModeResult:
     """The result of a run that ended with this status."""
     run, log = RunDirectory(directory / mode), directory / LOGS / f"{mode}.log"
-    facts, failure = None, None
+    result = partial(ModeResult, mode=mode, run=run.path, log=log)
     if status != 0:
-        failure = _why(status, log)
-    else:
-        try:
-            facts = read_record(RunFacts, run.summary)
-        except ProtocolViolation as error:
-            failure = str(error)
-    return ModeResult(mode=mode, run=run.path, log=log, facts=facts, failure=failure)
+        return result(failure=_why(status, log))
+    try:
+        return result(facts=read_record(RunFacts, run.summary))
+    except ProtocolViolation as error:
+        return result(failure=str(error))
 
 
 def _why(status: int, log: Path) -> str:
