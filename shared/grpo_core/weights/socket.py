@@ -14,10 +14,10 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from grpo_core.closing import ClosesOnExit
-from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable, problems_of
+from grpo_core.errors import GrpoError, ProtocolViolation, ServiceUnavailable, parsing
 from grpo_core.weights.shared_memory import MemfdMemory, WeightGrant, WeightRefusal
 
 _ANSWER: TypeAdapter[WeightGrant | WeightRefusal] = TypeAdapter(WeightGrant | WeightRefusal)
@@ -112,7 +112,8 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
                 f"weight socket: received {len(header)} bytes; is it the socket of vllm-api-server?"
             )
         payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
-        answer = _ANSWER.validate_json(payload)
+        with parsing("weight socket: the server's answer is invalid"):
+            answer = _ANSWER.validate_json(payload)
         if isinstance(answer, WeightRefusal):
             raise ServiceUnavailable(
                 f"weight socket: the server refused the trainer: {answer.refused}"
@@ -124,13 +125,9 @@ def _receive_grant(connection: socket.socket) -> tuple[int, WeightGrant]:
                 f"{int(has_descriptor)} for shared memory of type {answer.memory.kind!r}"
             )
         return (fds[0] if fds else -1), answer
-    except (GrpoError, ValidationError, OSError) as error:
+    except (GrpoError, OSError):
         for fd in fds:
             os.close(fd)
-        if isinstance(error, ValidationError):
-            raise ProtocolViolation(
-                f"weight socket: the server's answer is invalid: {problems_of(error)}"
-            ) from error
         raise
 
 
