@@ -214,7 +214,7 @@ async def _of_one_version(
     """
     deadline_s, api_key = settings.request_deadline_s, plain(settings.vllm_api_key)
     newest = await wait_for_step(lambda: pool.places, step, deadline_s, api_key)
-    return engine.on(partial(pool.generate, only=newest))
+    return replace(engine, generate=partial(pool.generate, only=newest))
 
 
 class _Answers:

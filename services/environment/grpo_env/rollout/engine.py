@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from grpo_core.clients.inference import Completion
@@ -35,9 +35,6 @@ from grpo_env.tasks.tools import tool_schemas
 
 T = TypeVar("T")
 
-GradedRollouts = tuple[list[RecordedDialogue], list[Grade | Ungraded]]
-"""The rollouts of a group, and the grades of their last answers."""
-
 
 @dataclass(eq=False)
 class RolloutEngine:
@@ -55,10 +52,6 @@ class RolloutEngine:
     grader: Grader
     teacher: Teacher | None = None
     _schemas: dict[int, list[dict[str, Any]]] = field(default_factory=dict, init=False)
-
-    def on(self, generate: Generate) -> RolloutEngine:
-        """The same engine with other servers."""
-        return replace(self, generate=generate)
 
     def prompt_ids(self, item: Item) -> list[int]:
         """[T] tokens that the policy continues first."""
@@ -114,9 +107,11 @@ class RolloutEngine:
         (completion,) = answer.completions()
         return completion
 
-    async def sample(self, item: Item, plan: SamplingPlan) -> GradedRollouts:
-        """The rollouts of one group and their grades, usable or not. Raises `GroupLost`: the group
-        could not be sampled."""
+    async def sample(
+        self, item: Item, plan: SamplingPlan
+    ) -> tuple[list[RecordedDialogue], list[Grade | Ungraded]]:
+        """The rollouts of one group and the grades of their last answers, usable or not. Raises
+        `GroupLost`: the group could not be sampled."""
         dialogues = self._begun(item, plan)
         return dialogues, await self._graded(item, plan, dialogues)
 
