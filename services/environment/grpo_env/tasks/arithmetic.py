@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 from grpo_env.tasks.rows import Row, Split, TaskOptions
@@ -13,7 +13,6 @@ from grpo_env.tasks.tool_calls import Message
 
 _MOST_ROWS = 10_000
 
-Level = Iterator[tuple[int, str, int]]
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
