@@ -274,12 +274,8 @@ def _called(function: Callable[..., Any], row: Row, client: Client, deadline_s: 
     value = function(row, client)
     if not inspect.iscoroutine(value):
         return _as_json(value)
-
-    async def in_time() -> Any:
-        async with asyncio.timeout(deadline_s):
-            return await value
-
-    return _as_json(asyncio.run_coroutine_threadsafe(in_time(), user_loop()).result())
+    in_time = asyncio.wait_for(value, deadline_s)
+    return _as_json(asyncio.run_coroutine_threadsafe(in_time, user_loop()).result())
 
 
 def _as_json(value: Any) -> Any:
