@@ -111,10 +111,6 @@ class Resources:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class ContainerGone(SandboxFailed):
-    """The container does not run any more."""
-
-
 class Container:
     """A running container. Its files stay from one command to the next."""
 
@@ -133,8 +129,7 @@ class Container:
         a command leaves in the background goes on.
 
         Raises:
-            ContainerGone: see there.
-            SandboxFailed: Docker does not answer any more.
+            SandboxFailed: the container does not run any more, or Docker does not answer.
         """
         given = environment or {}
         words = ["exec", *variables(given)]
@@ -147,7 +142,7 @@ class Container:
             if state.errors.startswith(_NO_ENGINE):
                 raise SandboxFailed(state.errors.strip())
             if state.output.strip() != "true":
-                raise ContainerGone(f"a command ended its container: {state.for_model()}")
+                raise SandboxFailed(f"a command ended its container: {state.for_model()}")
         if ended.status == 128 + signal.SIGKILL and ended.seconds >= seconds:
             return replace(ended, reason="timeout")
         return ended
