@@ -39,9 +39,8 @@ async def wait_for_servers(
     deadline = Deadline(deadline_s)
     problems: dict[str, Exception] = {}
     async with AsyncExitStack() as stack:
-        servers = [HealthClient(Place(url), len(urls) - 1, api_key, deadline_s) for url in urls]
-        for server in servers:
-            await stack.enter_async_context(server)
+        clients = (HealthClient(Place(url), len(urls) - 1, api_key, deadline_s) for url in urls)
+        servers = [await stack.enter_async_context(client) for client in clients]
         while True:
             found = await asyncio.gather(*(server.problem() for server in servers))
             for problem in found:
