@@ -230,6 +230,11 @@ class SglangClient(ServiceClient):
             )
         return found
 
+    def sample(self, prompt_token_ids: list[int], **sampling: Any) -> Completion:
+        """Sample one completion of one prompt."""
+        response = self.send("POST", "/generate", json=_body(prompt_token_ids, **sampling))
+        return answer_of(response, prompt_token_ids).completions()[0]
+
 
 class SglangGeneration(AsyncServiceClient):
     """A source of completions.
@@ -328,9 +333,7 @@ class SglangWeights(DirectorySync):
 
     def sample(self, prompt_token_ids: list[int], max_tokens: int) -> Completion:
         """Sample exactly `max_tokens` tokens at temperature 1. Raises as `served_logprobs`."""
-        body = _body(prompt_token_ids, max_tokens=max_tokens, ignore_eos=True)
-        response = self.server.send("POST", "/generate", json=body)
-        return answer_of(response, prompt_token_ids).completions()[0]
+        return self.server.sample(prompt_token_ids, max_tokens=max_tokens, ignore_eos=True)
 
     def close(self) -> None:
         self.server.close()
