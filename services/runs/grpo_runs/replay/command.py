@@ -51,7 +51,7 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
     begin = 0 if saved is None else saved.record.step
     for step in range(begin + 1, last + 1):
         run.batch(step)  # before the model is loaded
-    learner, begin = run.learner_before(last)
+    learner = run.learner_at(saved, last)
     say(f"replaying steps {begin + 1} to {last} from {where}, {torch.get_num_threads()} threads")
     digested = sum(bool(run.published(step).digests) for step in range(begin + 1, last + 1))
     if digested < last - begin:

@@ -91,29 +91,28 @@ class RecordedRun:
         found = [saved for saved in states if saved.record.step < step]
         return found[-1] if found else None
 
-    def learner_before(self, step: int) -> tuple[Learner, int]:
-        """A learner with the weights of a checkpoint, or those of the model's files; and the number
-        of steps that these include.
+    def learner_at(self, saved: SavedState | None, step: int) -> Learner:
+        """A learner with the weights of a checkpoint, or those of the model's files; for the steps
+        up to `step`.
 
         Raises:
             NotReplayable: no checkpoint is old enough, and the run did not begin with the model.
             DamagedState, StateMismatch: the checkpoint cannot be loaded.
         """
-        saved = self.checkpoint_before(step)
-        at = 0 if saved is None else saved.record.step
+        if saved is not None:
+            learner = self.learner_of(saved.record.step + 1)
+            resume.require_fit(saved.record, learner.policy, learner.settings, str(saved.directory))
+            saved.load(learner.policy, learner.optimizer)
+            learner.optimizer.write_into_parameters()
+            return learner
         first = next(iter(self.provenance.publications))
-        if saved is None and first.version.step:
+        if first.version.step:
             raise NotReplayable(
                 f"{self.provenance.save_path} has no checkpoint before step {step}, and the run "
                 f"began at step {first.version.step} with a checkpoint of another directory; "
                 "choose a later step"
             )
-        learner = self.learner_of(at + 1)
-        if saved is not None:
-            resume.require_fit(saved.record, learner.policy, learner.settings, str(saved.directory))
-            saved.load(learner.policy, learner.optimizer)
-            learner.optimizer.write_into_parameters()
-        return learner, at
+        return self.learner_of(1)
 
     def learner_of(self, step: int) -> Learner:
         """A learner with the options of a step, and the weights of the model's files."""
