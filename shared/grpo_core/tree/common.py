@@ -12,6 +12,10 @@ from grpo_core.security import usable_token
 from grpo_core.settings import HttpUrl, LogLevel, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen, failed
 
+LAST_PORT = 65535
+Port = Annotated[int, Field(ge=1, le=LAST_PORT)]
+OptionalPort = Annotated[int | None, Field(ge=1, le=LAST_PORT)]
+
 
 class LogOptions(BaseModel):
     log_level: LogLevel = Field(
@@ -45,10 +49,8 @@ class ClientOptions(LogOptions):
 class MetricsOptions(BaseModel):
     """Of a service that answers no other requests."""
 
-    metrics_port: Annotated[int | None, Shown(default="none")] = Field(
+    metrics_port: Annotated[OptionalPort, Shown(default="none")] = Field(
         None,
-        ge=1,
-        le=65535,
         description="TCP port of the route /metrics for Prometheus. The environments of "
         "grpo-run use the next higher ports",
     )

@@ -13,7 +13,7 @@ from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.security import usable_token
 from grpo_core.settings import Command, CommandSettings, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen, failed
-from grpo_core.tree.common import ListenOptions
+from grpo_core.tree.common import ListenOptions, Port
 
 _FOUR_GIB = 4 * 1024**3
 _DISK_SHARE = 6
@@ -109,7 +109,7 @@ class RunApiSettings(CommandSettings, LimitOptions, ListenOptions):
     )
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
-    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
+    port: Port = Field(8000, description="TCP port to listen on")
     redis_url: Annotated[RedisUrl, Shown(default=LOCAL_REDIS)] = Field(
         default_factory=local_redis,
         description="URL of the Redis that stores the run: redis://, rediss:// or unix://. If this "

@@ -20,7 +20,7 @@ from grpo_core.redis.url import LOCAL_REDIS, WITHOUT_REDIS, OptionalRedisUrl, lo
 from grpo_core.security import is_loopback, listed, usable_token
 from grpo_core.settings import Command, CommandSettings, Given, Mistake, Shown
 from grpo_core.settings.machine import cannot_listen, failed, missing_model, state_directory
-from grpo_core.tree.common import ListenOptions
+from grpo_core.tree.common import LAST_PORT, ListenOptions, OptionalPort, Port
 from grpo_core.weights.bridge_config import FILE_NAME
 from grpo_core.weights.directory_checks import LORA_RANKS, SERVED_WEIGHTS
 
@@ -35,7 +35,6 @@ PARALLEL_FLAGS = {
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pipeline"),
 }
 HEALTH_PORT_ABOVE = 1000
-LAST_PORT = 65535
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -138,20 +137,13 @@ class ServerSettings(CommandSettings, SharedWeightsOptions, ListenOptions):
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address on which the public port listens"
     )
-    port: int = Field(
-        9001, ge=1, le=65535, description="TCP port of the public routes, such as /generate"
-    )
+    port: Port = Field(9001, description="TCP port of the public routes, such as /generate")
     control_host: str = Field(
         "127.0.0.1", description="Address on which the control and health ports listen"
     )
     control_port: Annotated[
-        int | None, Shown(default="--port, if --host is a loopback address")
-    ] = Field(
-        None,
-        ge=1,
-        le=65535,
-        description="TCP port of the routes that pause and resume sampling",
-    )
+        OptionalPort, Shown(default="--port, if --host is a loopback address")
+    ] = Field(None, description="TCP port of the routes that pause and resume sampling")
     redis_url: Annotated[OptionalRedisUrl, Shown(default=LOCAL_REDIS)] = Field(
         default_factory=local_redis,
         description="URL of the Redis in which the server records the served weights, and through "
@@ -187,10 +179,8 @@ class ServerSettings(CommandSettings, SharedWeightsOptions, ListenOptions):
         "writes them into this directory, so trainer and server must see the directory under the "
         "same path",
     )
-    health_port: Annotated[int | None, Shown(default="--port plus 1000")] = Field(
+    health_port: Annotated[OptionalPort, Shown(default="--port plus 1000")] = Field(
         None,
-        ge=1,
-        le=65535,
         validate_default=True,
         description="TCP port of the routes /healthz, /readyz and /status, which also answer while "
         "the engine restarts",

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_va
 
 from grpo_core.redis.url import LOCAL_REDIS, RedisUrl, local_redis
 from grpo_core.settings import CommaSeparated, InferenceUrl, Shown
-from grpo_core.tree.common import ClientOptions, MetricsOptions
+from grpo_core.tree.common import ClientOptions, MetricsOptions, Port
 from grpo_core.tree.objective import ObjectiveOptions
 from grpo_core.tree.optim import OptimizerOptions
 from grpo_core.tree.weights import (
@@ -83,10 +83,8 @@ class ServersOptions(BaseModel, frozen=True):
         description="With --num-inference-nodes: host name or address of the trainer, as the "
         "inference servers reach it to fetch weights",
     )
-    master_port: int = Field(
+    master_port: Port = Field(
         26756,
-        ge=1,
-        le=65535,
         description="With --num-inference-nodes: port on which the trainer serves weights. If "
         "torchrun starts the trainer, it is the next higher one, because torch.distributed uses "
         "this port",

@@ -20,6 +20,7 @@ from grpo_core.settings import (
     resolved_yaml,
 )
 from grpo_core.settings.machine import failed, missing_model, not_writable
+from grpo_core.tree.common import LAST_PORT
 from grpo_core.tree.objective import ObjectiveOptions
 from grpo_core.tree.optim import (
     BITSANDBYTES,
@@ -49,7 +50,6 @@ M = TypeVar("M", bound=BaseModel)
 
 CONFIG_FILE = "config.yaml"
 """Below --save-path: the resolved configuration."""
-LAST_PORT = 65535
 DEFAULT_MODE: ModeName = "none"
 
 
