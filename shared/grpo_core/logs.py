@@ -13,6 +13,8 @@ from typing import TextIO, cast
 import structlog
 from structlog.types import Processor
 
+EXIT_FAILED = 1
+
 
 def configure_logging(
     service: str, level: str = "INFO", processors: Sequence[Processor] = ()
@@ -37,6 +39,16 @@ def configure_logging(
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
+
+
+@contextmanager
+def ending_on(*failures: type[Exception]) -> Iterator[None]:
+    """Log an error of these kinds by its name, and end this process with status 1."""
+    try:
+        yield
+    except failures as error:
+        structlog.get_logger().error(type(error).__name__, reason=str(error))
+        raise SystemExit(EXIT_FAILED) from None
 
 
 class _WhereThereIsRoom(io.TextIOBase):

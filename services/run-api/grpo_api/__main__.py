@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import structlog
-
 from grpo_core.errors import GrpoError
+from grpo_core.logs import ending_on
 from grpo_core.settings import load_settings
 from grpo_core.tree.run_api import RunApiSettings
-
-EXIT_FAILED = 1
 
 
 def main() -> None:
@@ -18,11 +15,8 @@ def main() -> None:
 
     from grpo_api.app import serve
 
-    try:
+    with ending_on(GrpoError, OSError):
         serve(settings)
-    except (GrpoError, OSError) as error:
-        structlog.get_logger().error(type(error).__name__, reason=str(error))
-        raise SystemExit(EXIT_FAILED) from None
 
 
 if __name__ == "__main__":

@@ -5,14 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import structlog
-
 from grpo_core.errors import GrpoError
-from grpo_core.logs import configure_logging
+from grpo_core.logs import configure_logging, ending_on
 from grpo_core.settings import load_settings
 from grpo_core.tree.server import ServerSettings
-
-EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,12 +18,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from grpo_vllm.supervisor.main import supervise
 
-    try:
-        status = supervise(settings, arguments)
-    except (GrpoError, OSError) as error:
-        structlog.get_logger().error(type(error).__name__, reason=str(error))
-        raise SystemExit(EXIT_FAILED) from None
-    raise SystemExit(status)
+    with ending_on(GrpoError, OSError):
+        raise SystemExit(supervise(settings, arguments))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,15 @@ import os
 import sys
 from multiprocessing import resource_tracker
 
-import structlog
-
 from grpo_core.cpu import prepare_cpu
 from grpo_core.errors import GrpoError
-from grpo_core.logs import configure_logging
+from grpo_core.logs import EXIT_FAILED, configure_logging, ending_on
 from grpo_core.settings import load_settings
 from grpo_core.tree.server import SHARE_WEIGHTS_VARIABLE, ServerSettings, worker_count
 from grpo_vllm.engine.plugin import tie_children_to_this_process
 from grpo_vllm.engine.vllm_compat import SERVER_VARIABLE
 from grpo_vllm.engine.vllm_compat.failures import log_failure
 from grpo_vllm.engine_protocol import EnginePlan
-
-EXIT_FAILED = 1
 
 
 def preload(options: list[str]) -> str | None:
@@ -64,7 +60,8 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
     from grpo_vllm.engine.vllm_compat.layers import current_platform
 
     try:
-        main.run(settings, plan)
+        with ending_on(GrpoError):
+            main.run(settings, plan)
         if current_platform.is_cpu():
             sys.stdout.flush()
             sys.stderr.flush()
@@ -72,9 +69,6 @@ def run_engine(plan: EnginePlan, options: list[str]) -> None:
     except RuntimeError as error:  # of vLLM, for example if it finds no GPU
         if not log_failure(error):
             raise
-        raise SystemExit(EXIT_FAILED) from None
-    except GrpoError as error:
-        structlog.get_logger().error(type(error).__name__, reason=str(error))
         raise SystemExit(EXIT_FAILED) from None
 
 
