@@ -4,6 +4,7 @@ been with another objective."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,21 +13,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_core.provenance.chain import Provenance
 from grpo_core.tree.objective import ObjectiveOptions
+from grpo_core.tree.trainer import TrainerSettings
 from grpo_runs.replay.run import (
     RecordedRun,
     ReplayedStep,
     accumulate_recorded,
     changed_settings,
-    replayed_steps,
     taken,
 )
-from grpo_runs.replay.verdict import (
-    Differences,
-    Say,
-    environment_differences,
-    first_difference,
-    passes,
-)
+from grpo_runs.replay.verdict import Say, environment_differences, first_difference, passes
 from grpo_runs.settings.replay import ReplaySettings
 from grpo_trainer.errors import NonFiniteStep
 from grpo_trainer.learner import GradientStats, Learner, with_objective
@@ -69,37 +64,30 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
                 f"that differs is {differing}"
             )
             return False
-    if settings.objective_options:
-        return _compare(run, learner, begin, settings, differences, say)
-    steps = replayed_steps(run, learner, begin, last)
-    return all(passes(step, run.start_of(step.step), differences, say) for step in steps)
-
-
-def _compare(
-    run: RecordedRun,
-    learner: Learner,
-    begin: int,
-    settings: ReplaySettings,
-    differences: Differences,
-    say: Say,
-) -> bool:
-    rows = []
-    options = settings.objective_options
-    for row in compared_steps(run, learner, begin, settings.step, options):
+    options, rows = settings.objective_options, []
+    for row in replayed_steps(run, learner, begin, last, options):
         if not passes(row.step, run.start_of(row.step.step), differences, say):
             return False
         rows.append(row)
-    say(f"values of the run → with {_named(options)}, at the weights of the run:")
+    if options:
+        for line in comparison(rows, options, learner.settings):
+            say(line)
+    return True
+
+
+def comparison(
+    rows: Sequence[Compared], options: Mapping[str, object], settings: TrainerSettings
+) -> Iterator[str]:
+    """Lines for people. Args: options: of the other objective; settings: of the run"""
+    yield f"values of the run → with {_named(options)}, at the weights of the run:"
     kept = {
         name: value
         for name, field in ObjectiveOptions.model_fields.items()
-        if name not in options and (value := getattr(learner.settings, name)) != field.default
+        if name not in options and (value := getattr(settings, name)) != field.default
     }
     if kept:
-        say(f"with the run's {_named(kept)} on both sides, unless you pass others")
-    for line in table(rows):
-        say(line)
-    return True
+        yield f"with the run's {_named(kept)} on both sides, unless you pass others"
+    yield from table(rows)
 
 
 def _named(options: Mapping[str, object]) -> str:
@@ -111,8 +99,8 @@ Gradients = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class Compared:
-    """One step with both objectives. `other`, `cosine`: None if the other loss or its gradient is
-    not finite; the cosine is None too if one of the gradients is 0"""
+    """One step with both objectives. `other`, `cosine`: None without another one, or if its loss or
+    its gradient is not finite; the cosine is None too if one of the gradients is 0"""
 
     step: ReplayedStep
     own: GradientStats
@@ -120,11 +108,11 @@ class Compared:
     cosine: float | None
 
 
-def compared_steps(
+def replayed_steps(
     run: RecordedRun, learner: Learner, begin: int, end: int, options: dict[str, object]
 ) -> Iterator[Compared]:
     """Take the steps after `begin`, up to `end`, with the run's objective; before each, compute the
-    gradients of the other one.
+    gradients of the other one, if there is one.
 
     Args: options: of the other objective, by field
 
@@ -134,15 +122,16 @@ def compared_steps(
     other: Learner | None = None
     for step in range(begin + 1, end + 1):
         continued = run.continued(learner, step)
-        if other is None or continued is not learner:
-            learner = continued
-            other = with_objective(learner, changed_settings(learner.settings, options))
+        if options and (other is None or continued is not learner):
+            other = with_objective(continued, changed_settings(continued.settings, options))
+        learner = continued
         recorded, gradients = run.batch(step), learner.optimizer.gradients
-        try:
-            theirs, found = accumulate_recorded(other, recorded, [*options]), gradients.tensors
-        except NonFiniteStep:
-            theirs, found = None, []
-        gradients.clear()
+        theirs: GradientStats | None = None
+        found: Gradients = []
+        if other is not None:
+            with suppress(NonFiniteStep):
+                theirs, found = accumulate_recorded(other, recorded, [*options]), gradients.tensors
+            gradients.clear()
         own = accumulate_recorded(learner, recorded)
         cosine = _cosine(gradients.tensors, found) if theirs else None
         del found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,16 +185,6 @@ class ReplayedStep:
         then = self.recorded
         recorded = (then.loss, then.grad_norm, then.digests)
         return (self.loss, self.norm, tuple(self.digests)) == recorded
-
-
-def replayed_steps(
-    run: RecordedRun, learner: Learner, begin: int, end: int
-) -> Iterator[ReplayedStep]:
-    """Take the steps after `begin`, up to `end`. Raises the errors of `Learner.accumulate`."""
-    for step in range(begin + 1, end + 1):
-        learner = run.continued(learner, step)
-        recorded = run.batch(step)
-        yield taken(run, learner, step, accumulate_recorded(learner, recorded))
 
 
 def taken(run: RecordedRun, learner: Learner, step: int, stats: GradientStats) -> ReplayedStep:
