@@ -19,12 +19,11 @@ from grpo_core.closing import ClosesOnExit
 from grpo_core.deadline import Deadline
 from grpo_core.errors import GrpoError
 from grpo_core.listening import listen
-from grpo_core.tree.server import ServerSettings, worker_count
+from grpo_core.tree.server import SHARED_MEMORY, ServerSettings, worker_count
 from grpo_vllm.http_server import BACKLOG
 
 log = structlog.get_logger()
 
-SHARED_MEMORY = Path("/dev/shm")
 MIB = 1024 * 1024
 BROADCAST_MIB = 160
 """Size of vLLM's queue to all workers: 10 chunks of VLLM_MQ_MAX_CHUNK_BYTES_MB (16)."""

@@ -261,8 +261,7 @@ class Supervisor:
     async def _next_commit(self, *ends: asyncio.Future[Any]) -> Commit | None:
         """None if told to stop, or if one of the futures ends first."""
         taking = asyncio.create_task(self.commits.requests.get())
-        waits: list[asyncio.Future[Any]] = [taking, self._stop, *ends]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(taking, self._stop, *ends)
         if not taking.done():
             taking.cancel()
             return None
