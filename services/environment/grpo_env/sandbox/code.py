@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from grpo_env.sandbox.bubblewrap import usable_bubblewrap
 from grpo_env.sandbox.docker import DEFAULT_IMAGE, Docker, require_docker
 from grpo_env.sandbox.host import OnHost
-from grpo_env.sandbox.interface import Ended, Limits, Sandbox
+from grpo_env.sandbox.interface import Ended, Sandbox, SandboxOptions
 
 VARIABLE = "GRPO_SANDBOX"
 """The chosen kind. Rewards and tools run in processes that inherit it."""
@@ -54,15 +53,6 @@ def use_sandbox(kind: str) -> None:
 def chosen_sandbox() -> Sandbox:
     """The sandbox that `--sandbox` chose. Raises as `sandbox_of`."""
     return sandbox_of(os.environ.get(VARIABLE, AUTO))
-
-
-class SandboxOptions(TypedDict, total=False):
-    """The options of `Sandbox.run`."""
-
-    environment: Mapping[str, str] | None
-    directory: Path | None
-    readable: Sequence[Path]
-    limits: Limits
 
 
 _READ_PROGRAM = """

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from grpo_core.errors import GrpoError
 from grpo_env.failures import RolloutFailed
@@ -76,10 +76,8 @@ class Ended:
         """What a tool answers to the model: the end of output and errors, then how it ended."""
         text = "\n".join(filter(None, (self.output.rstrip(), self.errors.rstrip())))
         if len(text) > characters:
-            text = (
-                f"(the first {len(text) - characters} characters are left out)\n"
-                + (text[-characters:])
-            )
+            left_out = len(text) - characters
+            text = f"(the first {left_out} characters are left out)\n{text[-characters:]}"
         if self.reason != "finished":
             text += f"\n(ended by the limit: {self.reason})"
         elif self.status:
@@ -106,6 +104,16 @@ class Program:
         return base | {name: value.replace(SERVICE_URL, service_url) for name, value in given}
 
 
+class SandboxOptions(TypedDict, total=False):
+    """The options of `Sandbox.run`."""
+
+    environment: Mapping[str, str] | None
+    directory: Path | None
+    readable: Sequence[Path]
+    service: Path | None
+    limits: Limits
+
+
 class Sandbox:
     """Runs programs so that they reach nothing but what `run` names.
 
@@ -116,15 +124,7 @@ class Sandbox:
     python: str
 
     async def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        environment: Mapping[str, str] | None = None,
-        directory: Path | None = None,
-        readable: Sequence[Path] = (),
-        service: Path | None = None,
-        limits: Limits = Limits(),
+        self, argv: Sequence[str], *, stdin: bytes = b"", **options: Unpack[SandboxOptions]
     ) -> Ended:
         """Run a program to its end, or to the first limit. No process of it remains.
 
@@ -142,10 +142,9 @@ class Sandbox:
             SandboxUnusable: the sandbox is not installed any more.
             FileNotFoundError: a path of `directory` or `readable` does not exist.
         """
-        directory = directory.resolve(strict=True) if directory else None
-        return await self._run(
-            Program(argv, stdin, environment, directory, readable, service, limits)
-        )
+        program = Program(argv, stdin, **options)
+        directory = program.directory.resolve(strict=True) if program.directory else None
+        return await self._run(replace(program, directory=directory))
 
     async def _run(self, program: Program) -> Ended:
         raise NotImplementedError
