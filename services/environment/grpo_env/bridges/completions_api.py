@@ -7,16 +7,16 @@ https://platform.openai.com/docs/api-reference/chat
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from grpo_env.bridges.chat import MODEL, Chat, RequestUnusable, reading
 
-READ = (
+READ: Collection[str] = (
     *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop"),
     *("n", "stream", "stream_options"),
 )
-REFUSED = ()
+REFUSED: Collection[str] = ()
 END = "data: [DONE]\n\n"
 
 

@@ -41,17 +41,12 @@ _Body = Mapping[str, Any]
 class _Api(Protocol):
     """One of the modules that answer requests of a provider's API."""
 
-    @property
-    def READ(self) -> Collection[str]:
-        """Options of a request. Others change nothing: the policy is sampled as the run says."""
-
-    @property
-    def REFUSED(self) -> Collection[str]:
-        """Options that must not be set."""
-
-    @property
-    def END(self) -> str:
-        """Behind the events of a stream."""
+    READ: Collection[str]
+    """Options of a request. Others change nothing: the policy is sampled as the run says."""
+    REFUSED: Collection[str]
+    """Options that must not be set."""
+    END: str
+    """Behind the events of a stream."""
 
     async def reply(self, chat: Chat, body: _Body, /) -> dict[str, Any]: ...
 

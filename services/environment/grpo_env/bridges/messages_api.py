@@ -7,15 +7,15 @@ https://platform.claude.com/docs/en/api/messages
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 from grpo_env.bridges.chat import MODEL, Chat, ChatAnswer, ChatMessage, RequestUnusable, reading
 
-REFUSED = ("container", "mcp_servers")
+REFUSED: Collection[str] = ("container", "mcp_servers")
 """Options that let the provider run something."""
-READ = (
+READ: Collection[str] = (
     *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"),
     *("stream", "thread", "metadata", *REFUSED),
 )

@@ -7,7 +7,7 @@ https://platform.openai.com/docs/api-reference/responses
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -21,9 +21,9 @@ from grpo_env.bridges.chat import (
     require_functions,
 )
 
-REFUSED = ("conversation", "prompt", "background")
+REFUSED: Collection[str] = ("conversation", "prompt", "background")
 """Options that need something stored elsewhere, or a request that goes on without its client."""
-READ = (
+READ: Collection[str] = (
     *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream"),
     *("max_output_tokens", "metadata", *REFUSED),
 )
