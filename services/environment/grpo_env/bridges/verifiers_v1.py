@@ -57,7 +57,8 @@ class V1Environment(VerifiersTask):
 
     def __init__(self, env_id: str, options: TaskOptions) -> None:
         super().__init__(env_id, options)
-        register()
+        # verifiers imports a harness as the top-level module of its id.
+        sys.modules[HARNESS_ID] = sys.modules[__name__]
         arguments = self.arguments
         try:
             self._env = vf.load_environment(_config(env_id, arguments))
@@ -292,8 +293,3 @@ async def _result(function: Mapping[str, str], call_tool: Any) -> Any:
         kind = type(arguments).__name__
         return f"error: tool arguments must be a JSON object, got {kind}; resend as an object"
     return await call_tool(function["name"], arguments)
-
-
-def register() -> None:
-    """Let verifiers find the harness: it imports a harness as the top-level module of its id."""
-    sys.modules[HARNESS_ID] = sys.modules[__name__]
