@@ -183,38 +183,26 @@ class ModeComparison(BaseModel, frozen=True):
 Measure = Callable[[RunFacts], float | None]
 
 
-def _trainer(name: str, scale: int = 1) -> Measure:
+def _trainer(facts: RunFacts, name: str, scale: int = 1) -> float | None:
     """A value of the trainer's `benchmark.json`, divided by `scale`."""
-
-    def measure(facts: RunFacts) -> float | None:
-        value: float | None = getattr(facts.benchmark, name) if facts.benchmark else None
-        return value if value is None or scale == 1 else value / scale
-
-    return measure
+    value: float | None = getattr(facts.benchmark, name) if facts.benchmark else None
+    return value if value is None or scale == 1 else value / scale
 
 
-def _servers(name: str) -> Measure:
+def _servers(facts: RunFacts, name: str) -> float | None:
     """A number of the servers' last statuses, added up."""
-
-    def measure(facts: RunFacts) -> float | None:
-        return sum(getattr(each, name) for each in facts.servers) if facts.servers else None
-
-    return measure
+    return sum(getattr(each, name) for each in facts.servers) if facts.servers else None
 
 
-def _peak_mib(*services: str) -> Measure:
+def _peak_mib(facts: RunFacts, *services: str) -> float | None:
     """Of the processes whose names begin with one of these."""
-
-    def measure(facts: RunFacts) -> float | None:
-        found = [peak for name, peak in facts.peak_bytes.items() if name.startswith(services)]
-        return sum(found) / MIB if found else None
-
-    return measure
+    found = [peak for name, peak in facts.peak_bytes.items() if name.startswith(services)]
+    return sum(found) / MIB if found else None
 
 
 def _generated_per_s(facts: RunFacts) -> float | None:
     """Tokens per second of training, restarts included."""
-    tokens = _servers("generation_tokens")(facts)
+    tokens = _servers(facts, "generation_tokens")
     return None if tokens is None else tokens / facts.summary.training_s
 
 
@@ -226,23 +214,23 @@ ROWS: Mapping[str, tuple[Measure, str]] = {
     "a step, mean (s)": (lambda f: f.summary.step_s, ".2f"),
     "all weight sync (s)": (lambda f: f.summary.sync_s * f.summary.steps, ".1f"),
     "weight sync per step, mean (s)": (lambda f: f.summary.sync_s, ".2f"),
-    "a publication, mean (s)": (_trainer("sync_s_mean"), ".2f"),
+    "a publication, mean (s)": (lambda f: _trainer(f, "sync_s_mean"), ".2f"),
     "all waits for data (s)": (lambda f: f.summary.fetch_s * f.summary.steps, ".1f"),
     "wait for data per step, mean (s)": (lambda f: f.summary.fetch_s, ".2f"),
-    "peak GPU memory, trainer (MiB)": (_trainer("peak_cuda_bytes", MIB), ".0f"),
-    "mean GPU memory, trainer (MiB)": (_trainer("cuda_bytes_mean", MIB), ".0f"),
-    "peak resident memory, trainer (MiB)": (_trainer("peak_rss_bytes", MIB), ".0f"),
-    "mean resident memory, trainer (MiB)": (_trainer("rss_bytes_mean", MIB), ".0f"),
-    "peak memory, trainer (MiB)": (_peak_mib("trainer"), ".0f"),
-    "peak memory, server (MiB)": (_peak_mib(ONE_SERVER, ONE_OF_SERVERS), ".0f"),
-    "checkpoint on disk (MiB)": (_trainer("checkpoint_bytes", MIB), ".1f"),
-    "trained model on disk (MiB)": (_trainer("model_bytes", MIB), ".1f"),
-    "trained adapter on disk (MiB)": (_trainer("adapter_bytes", MIB), ".1f"),
+    "peak GPU memory, trainer (MiB)": (lambda f: _trainer(f, "peak_cuda_bytes", MIB), ".0f"),
+    "mean GPU memory, trainer (MiB)": (lambda f: _trainer(f, "cuda_bytes_mean", MIB), ".0f"),
+    "peak resident memory, trainer (MiB)": (lambda f: _trainer(f, "peak_rss_bytes", MIB), ".0f"),
+    "mean resident memory, trainer (MiB)": (lambda f: _trainer(f, "rss_bytes_mean", MIB), ".0f"),
+    "peak memory, trainer (MiB)": (lambda f: _peak_mib(f, "trainer"), ".0f"),
+    "peak memory, server (MiB)": (lambda f: _peak_mib(f, ONE_SERVER, ONE_OF_SERVERS), ".0f"),
+    "checkpoint on disk (MiB)": (lambda f: _trainer(f, "checkpoint_bytes", MIB), ".1f"),
+    "trained model on disk (MiB)": (lambda f: _trainer(f, "model_bytes", MIB), ".1f"),
+    "trained adapter on disk (MiB)": (lambda f: _trainer(f, "adapter_bytes", MIB), ".1f"),
     "generated tokens per second": (_generated_per_s, ".0f"),
-    "publications": (_trainer("publishes"), "d"),
-    "engine restarts": (_servers("restarts"), "d"),
-    "engine crashes": (_servers("crashes"), "d"),
-    "dropped requests": (_servers("dropped_requests"), "d"),
+    "publications": (lambda f: _trainer(f, "publishes"), "d"),
+    "engine restarts": (lambda f: _servers(f, "restarts"), "d"),
+    "engine crashes": (lambda f: _servers(f, "crashes"), "d"),
+    "dropped requests": (lambda f: _servers(f, "dropped_requests"), "d"),
     "reward, first tenth of the steps": (lambda f: f.summary.first_reward, ".3f"),
     "reward, last tenth of the steps": (lambda f: f.summary.last_reward, ".3f"),
 }
