@@ -108,23 +108,23 @@ class RedisLink:
                 raise StoreUnavailable(_rejection("READONLY"))
 
     async def call(self, *command: Any) -> Any:
-        async with _deadline(self.deadline_s):
-            # redis-py leaves this method without types.
-            return await self._on_the_primary(
-                lambda: self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
-            )
+        # redis-py leaves this method without types.
+        return await self._on_the_primary(
+            lambda: self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+        )
 
     async def _on_the_primary(self, send: Callable[[], Awaitable[Any]]) -> Any:
-        """Repeat what a replica rejects. After a failover, connections of the pool still lead to
-        the former primary, and new ones to the new one."""
-        while True:
-            try:
-                return await send()
-            except ResponseError as error:
-                if _code_of_refusal(error) != "READONLY":
-                    raise
-                await self._drop_idle_connections()
-                await asyncio.sleep(_FAILOVER_RETRY_S)
+        """Repeat what a replica rejects, until the deadline. After a failover, connections of the
+        pool still lead to the former primary, and new ones to the new one."""
+        async with _deadline(self.deadline_s):
+            while True:
+                try:
+                    return await send()
+                except ResponseError as error:
+                    if _code_of_refusal(error) != "READONLY":
+                        raise
+                    await self._drop_idle_connections()
+                    await asyncio.sleep(_FAILOVER_RETRY_S)
 
     async def _drop_idle_connections(self) -> None:
         await self._redis.connection_pool.disconnect(inuse_connections=False)
@@ -135,16 +135,12 @@ class RedisLink:
     async def script(self, name: str, *arguments: Any, own_keys: Sequence[str] = ()) -> Any:
         """Run a script. Its KEYS are `RUN_KEYS` and then those of this call."""
         keys = [*self._run_keys, *own_keys]
-        async with _deadline(self.deadline_s):
-            return await self._on_the_primary(
-                lambda: self._scripts[name](keys=keys, args=arguments)
-            )
+        return await self._on_the_primary(lambda: self._scripts[name](keys=keys, args=arguments))
 
     async def transaction(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Run all commands as one atomic transaction."""
-        async with _deadline(self.deadline_s):
-            answers: list[Any] = await self._on_the_primary(lambda: self._executed(commands))
-            return answers
+        answers: list[Any] = await self._on_the_primary(lambda: self._executed(commands))
+        return answers
 
     async def _executed(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         async with self._redis.pipeline(transaction=True) as pipeline:
