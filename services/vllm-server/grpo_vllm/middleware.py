@@ -93,6 +93,7 @@ class FollowGate:
         await asyncio.sleep(min(at_most_s, POLL_S))
 
 
+@dataclass
 class ReadinessGate:
     """ASGI middleware.
 
@@ -103,22 +104,15 @@ class ReadinessGate:
         hold_s: the longest time that one request is held
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        refusal: Callable[[], GateRefusal | None],
-        wait: Callable[[float], Awaitable[None]],
-        hold_s: float,
-    ) -> None:
-        self._app = app
-        self._refusal = refusal
-        self._wait = wait
-        self._hold_s = hold_s
+    app: ASGIApp
+    refusal: Callable[[], GateRefusal | None]
+    wait: Callable[[float], Awaitable[None]]
+    hold_s: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal() if scope["type"] in ("http", "websocket") else None
+        refusal = self.refusal() if scope["type"] in ("http", "websocket") else None
         if refusal is None or samples_nothing(scope):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
         elif scope["path"] in HEALTH_PATHS or not refusal.hold:
@@ -129,21 +123,21 @@ class ReadinessGate:
     async def _hold(self, scope: Scope, incoming: _Lookahead, send: Send) -> None:
         if not await unless_disconnected(incoming.look, self._hold_ends()):
             return
-        refusal = self._refusal()
+        refusal = self.refusal()
         if refusal is None:
-            await self._app(scope, incoming.receive, send)
+            await self.app(scope, incoming.receive, send)
         else:
             await refuse(send, 503, refusal.reason, RETRY_LATER)
 
     async def _hold_ends(self) -> bool:
         """Returns True as soon as requests may pass, or when the hold is over."""
-        hold = Deadline(self._hold_s, asyncio.get_running_loop().time)
+        hold = Deadline(self.hold_s, asyncio.get_running_loop().time)
         while True:
-            refusal = self._refusal()
+            refusal = self.refusal()
             left_s = hold.left_s
             if refusal is None or not refusal.hold or not left_s:
                 return True
-            await self._wait(left_s)
+            await self.wait(left_s)
 
 
 class _Lookahead:
