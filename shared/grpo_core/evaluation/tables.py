@@ -128,20 +128,16 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def _facts(result: EvalSummary) -> str:
-    answers = "1 answer" if result.samples == 1 else f"{result.samples} answers"
-    facts = [
+    versions = " to ".join(dict.fromkeys(map(str, result.versions or ())))
+    facts = (
         f"{result.item_count} items",
-        f"{answers} each",
+        "1 answer each" if result.samples == 1 else f"{result.samples} answers each",
         f"temperature {result.temperature:g}" if result.temperature else "greedy",
-        *([f"step {result.step}"] if result.step is not None else []),
-        *(
-            [f"weights {' to '.join(dict.fromkeys(map(str, result.versions)))}"]
-            if result.versions
-            else []
-        ),
+        "" if result.step is None else f"step {result.step}",
+        f"weights {versions}" if versions else "",
         f"{result.duration_s:.1f} s",
-    ]
-    return ", ".join(facts)
+    )
+    return ", ".join(filter(None, facts))
 
 
 def _wrapped(text: str) -> list[str]:
