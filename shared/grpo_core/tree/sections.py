@@ -139,15 +139,11 @@ def given_words(view: type[CommandSettings], values: Mapping[str, Any]) -> list[
 
 def url_variables(view: type[CommandSettings], values: Mapping[str, Any]) -> dict[str, str]:
     """The variables that give a service's command its URLs with a password."""
-    secret = {
-        field: url.with_userinfo
-        for field, url in values.items()
-        if isinstance(url, ServiceUrl) and url.userinfo
-    }
     prefix = view.command.env_prefix
     return {
-        view.command.variable(field) or f"{prefix}{field.upper()}": text
-        for field, text in secret.items()
+        view.command.variable(field) or f"{prefix}{field.upper()}": url.with_userinfo
+        for field, url in values.items()
+        if isinstance(url, ServiceUrl) and url.userinfo
     }
 
 
