@@ -65,13 +65,10 @@ def missing_directory(name: str) -> str | None:
 def missing_data(data: str) -> str | None:
     """The same for a data set, which may also be a file."""
     path = Path(data).expanduser()
-    if path.is_file():
+    if path.is_file() or path.is_dir():
         return None
-    is_file_name = data.removesuffix(".gz").endswith(DATA_FILES)
-    if is_file_name and not path.is_dir():
+    if data.removesuffix(".gz").endswith(DATA_FILES):
         return f"no such file: {data}"
-    if path.is_dir():
-        return None
     return missing_directory(data) or _missing_data_set(data)
 
 
