@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from typing import Any, Self
 
 import httpx
@@ -136,9 +136,7 @@ class InferencePool(ClosesOnAsyncExit):
         if self._tending is not None:
             self._tending.cancel()
             await asyncio.gather(self._tending, return_exceptions=True)
-        async with AsyncExitStack() as stack:
-            for server in self.servers:
-                stack.push_async_callback(server.close)
+        await asyncio.gather(*(server.close() for server in self.servers))
 
     @property
     def places(self) -> list[Place]:
