@@ -166,6 +166,12 @@ def _of_bridge(bridge: str, environment: str, options: TaskOptions) -> Task:
         from grpo_env.bridges.harbor import HarborTask
 
         return HarborTask(environment, options)
+    return verifiers_task(environment, options)
+
+
+def verifiers_task(environment: str, options: TaskOptions) -> Task:
+    """The task whose rollouts an environment of verifiers conducts and rates. Raises
+    `EnvironmentUnusable`: verifiers or the environment is not installed, or cannot be used."""
     from grpo_env.bridges.verifiers import is_classic
 
     if is_classic(environment, options):
