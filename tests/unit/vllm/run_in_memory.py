@@ -182,7 +182,6 @@ class Copies:
     room: int | None = None
     held: dict[str, dict[str, bytes]] = field(default_factory=dict)
     discarded: list[str] = field(default_factory=list)
-    digest = staticmethod(sha256_of)
 
     async def in_place(self, _source: str, _wanted: Announcement) -> Path | None:
         return None

@@ -32,6 +32,7 @@ from grpo_core.weights.versions import (
     Manifest,
     VersionKind,
     WrongDigest,
+    sha256_of,
 )
 from grpo_vllm.weights.staging import PARTIAL, NotFetched, Staging, checked_manifest
 
@@ -319,7 +320,7 @@ class Fetcher:
         piece = await self._read(source, version, name, first, size)
         if len(piece) != size:
             raise SourceFailed(f"{name} is truncated: {len(piece)} bytes instead of {size}")
-        if self._staging.digest(piece) != digest:
+        if sha256_of(piece) != digest:
             raise WrongDigest(f"{name} of {version.id}: wrong digest at byte {first}")
         return piece
 

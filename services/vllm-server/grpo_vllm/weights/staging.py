@@ -26,7 +26,6 @@ from grpo_core.weights.versions import (
     FileParts,
     Manifest,
     WrongDigest,
-    sha256_of,
     version_of,
 )
 
@@ -54,10 +53,6 @@ class Staging:
     def __init__(self, directory: Path, loads_from: Path) -> None:
         self.directory = directory
         self._loads_from = loads_from
-
-    @staticmethod
-    def digest(piece: bytes) -> str:
-        return sha256_of(piece)
 
     async def in_place(self, source: str, wanted: Announcement) -> Path | None:
         """The version's directory below a `file://` source, verified; None if this host does not
