@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 
-from grpo_core.closing import ClosesOnExit
 from grpo_core.security import authorization
 
 PROBE_TIMEOUT_S = 1.0
@@ -14,7 +13,7 @@ NOT_REGISTERED = -1
 """`batch_size` of run-api's `/info` before a trainer has registered."""
 
 
-class HealthProbe(ClosesOnExit):
+class HealthProbe(httpx.Client):
     """One connection pool for all checks. Proxies are not used, since every service is local.
 
     Args:
@@ -23,8 +22,7 @@ class HealthProbe(ClosesOnExit):
     """
 
     def __init__(self, token: str | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> None:
-        headers = authorization(token)
-        self._client = httpx.Client(timeout=timeout_s, trust_env=False, headers=headers)
+        super().__init__(timeout=timeout_s, trust_env=False, headers=authorization(token))
 
     def answers(self, base_url: str) -> bool:
         """`GET /health` is 200."""
@@ -46,18 +44,15 @@ class HealthProbe(ClosesOnExit):
             str(environment.get("name")).rpartition("_")[0] == name for environment in environments
         )
 
-    def close(self) -> None:
-        self._client.close()
-
     def _status(self, base_url: str) -> int | None:
         try:
-            return self._client.get(f"{base_url}/health").status_code
+            return self.get(f"{base_url}/health").status_code
         except httpx.RequestError:
             return None
 
     def get_json(self, url: str) -> Any:
         """The content; None without an answer of status 2xx."""
         try:
-            return self._client.get(url).raise_for_status().json()
+            return self.get(url).raise_for_status().json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return None
