@@ -171,11 +171,9 @@ def _for_the_mode(sizes: RunSizes, mode: Mode, lora_factor: float) -> RunSizes:
         sizes = replace(sizes, lr=lora_factor * sizes.lr)
     if not mode.restarts_engine:
         has_another = mode.shares_memory or mode.loads_adapters
-        sizes = replace(sizes, vllm_restart_interval=None if has_another else 1)
-    else:
-        sizes = replace(
-            sizes,
-            steps=min(sizes.steps, STEPS_WITH_RESTARTS),
-            step_deadline_s=sizes.step_deadline_s + RESTART_DEADLINE_S,
-        )
-    return sizes
+        return replace(sizes, vllm_restart_interval=None if has_another else 1)
+    return replace(
+        sizes,
+        steps=min(sizes.steps, STEPS_WITH_RESTARTS),
+        step_deadline_s=sizes.step_deadline_s + RESTART_DEADLINE_S,
+    )

@@ -56,13 +56,10 @@ def train_records(files: RunFiles) -> list[Metrics]:
 
 def evaluations(files: RunFiles) -> list[tuple[int, list[Metrics]]]:
     """The number of iterations before each evaluation, and its metrics by task."""
-    found = []
     before = files.evaluation(BEFORE)
-    if before.is_file():
-        found.append((0, _by_task(before)))
-    for path in sorted(before.parent.glob("eval_iter_*.json"), key=_number):
-        found.append((_number(path) + 1, _by_task(path)))
-    return found
+    found = [(0, _by_task(before))] if before.is_file() else []
+    paths = sorted(before.parent.glob("eval_iter_*.json"), key=_number)
+    return found + [(_number(path) + 1, _by_task(path)) for path in paths]
 
 
 def _number(path: Path) -> int:

@@ -452,7 +452,7 @@ class LaunchOptions(
         can be used for another run, and without --on-end and --on-alert, which may hold secrets."""
         # In lora_only, which may read this later, the interval of restarts counts if it is given.
         sizes = {*SIZE_NAMES} - {"vllm_restart_interval"} if self.starts_all else set()
-        own = OWN | self.model_fields_set | sizes
+        own = (OWN | self.model_fields_set | sizes) - {"run_dir", "resume", "on_end", "on_alert"}
         own -= (
             PairOptions.model_fields.keys() if self.starts_all else NEEDS_TASK
         ) - self.model_fields_set
@@ -461,8 +461,6 @@ class LaunchOptions(
             values |= {"dtype": self.weights_dtype, "eager": self.starts_eager}
             if not self.weight_mode.trains_adapter:
                 del values["lora_target_modules"]
-        for name in ("run_dir", "resume", "on_end", "on_alert"):
-            values.pop(name, None)
         return {
             name: value
             for name, value in values.items()
