@@ -21,16 +21,13 @@ def main() -> None:
     prepare_cpu()  # before torch is imported
     with tempfile.TemporaryDirectory() as directory:
         files = run_small(Path(directory), iterations=1, evaluated=8)
-        train = json.loads(files.train(0).read_text())
-        evaluation = json.loads(files.evaluation(0).read_text())
-    sys.stdout.write(f"Train metrics: {_rounded(train)}\nEval metrics: {_rounded(evaluation)}\n")
+        train = json.loads(files.train(0).read_text(), parse_float=_rounded)
+        evaluation = json.loads(files.evaluation(0).read_text(), parse_float=_rounded)
+    sys.stdout.write(f"Train metrics: {train}\nEval metrics: {evaluation}\n")
 
 
-def _rounded(metrics: dict[str, object]) -> dict[str, object]:
-    return {
-        name: round(value, SHOWN) if isinstance(value, float) else value
-        for name, value in metrics.items()
-    }
+def _rounded(number: str) -> float:
+    return round(float(number), SHOWN)
 
 
 if __name__ == "__main__":
