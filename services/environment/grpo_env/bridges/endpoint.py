@@ -58,7 +58,7 @@ _APIS: Mapping[str, _Api] = {
     "responses": responses_api,
     "messages": messages_api,
 }
-Answered = Callable[[Chat, _Body], Awaitable[web.Response]]
+Answered = Callable[[_Api, Chat, _Body], Awaitable[web.Response]]
 
 
 class HeldOpen:
@@ -111,8 +111,8 @@ class ChatEndpoint:
     async def __aenter__(self) -> ChatEndpoint:
         app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES)
         for path, api in _APIS.items():
-            app.router.add_post(f"/v1/{path}", self._through(partial(_reply, api), api))
-        counted = self._through(_count, messages_api)
+            app.router.add_post(f"/v1/{path}", partial(self._handle, api, _reply))
+        counted = partial(self._handle, messages_api, _count)
         app.router.add_post("/v1/messages/count_tokens", counted)
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
@@ -133,37 +133,34 @@ class ChatEndpoint:
         assert self._runner is not None
         await self._runner.cleanup()
 
-    def _through(
-        self, answered: Answered, api: _Api
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            # Many clients of Anthropic's API send the key alone, in a header of their own.
-            given = request.headers
-            keys = (given.get(self._header, ""), f"Bearer {given.get('x-api-key')}")
-            chat = next((self.sessions[key] for key in keys if key in self.sessions), None)
-            if chat is None:
-                return _refusal(
-                    f"no rollout is open for the header {self._header}", 401, "invalid_api_key"
-                )
-            try:
-                body = await _body_of(request)
-            except web.HTTPRequestEntityTooLarge as error:
-                return _refusal(str(error.text), 413)
-            except RequestUnusable as error:
-                return _refusal(str(error))
-            ignored = [name for name in _ignored(body, api.READ) if name not in self._ignored]
-            if ignored:
-                self._ignored.update(ignored)
-                log.warning(
-                    "endpoint.options_ignored",
-                    options=ignored,
-                    effect="the policy is sampled as the options of the run say",
-                )
-            if refused := [name for name in api.REFUSED if body.get(name)]:
-                return _refusal(f"{', '.join(refused)}: not supported for a rollout; omit it")
-            return await _answer(answered, chat, body)
-
-        return handle
+    async def _handle(
+        self, api: _Api, answered: Answered, request: web.Request
+    ) -> web.StreamResponse:
+        # Many clients of Anthropic's API send the key alone, in a header of their own.
+        given = request.headers
+        keys = (given.get(self._header, ""), f"Bearer {given.get('x-api-key')}")
+        chat = next((self.sessions[key] for key in keys if key in self.sessions), None)
+        if chat is None:
+            return _refusal(
+                f"no rollout is open for the header {self._header}", 401, "invalid_api_key"
+            )
+        try:
+            body = await _body_of(request)
+        except web.HTTPRequestEntityTooLarge as error:
+            return _refusal(str(error.text), 413)
+        except RequestUnusable as error:
+            return _refusal(str(error))
+        ignored = [name for name in _ignored(body, api.READ) if name not in self._ignored]
+        if ignored:
+            self._ignored.update(ignored)
+            log.warning(
+                "endpoint.options_ignored",
+                options=ignored,
+                effect="the policy is sampled as the options of the run say",
+            )
+        if refused := [name for name in api.REFUSED if body.get(name)]:
+            return _refusal(f"{', '.join(refused)}: not supported for a rollout; omit it")
+        return await _answer(answered, api, chat, body)
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "grpo"}
@@ -195,9 +192,9 @@ def _ignored(body: Mapping[str, Any], read: Collection[str]) -> Iterable[str]:
         yield "tool_choice"
 
 
-async def _answer(answered: Answered, chat: Chat, body: _Body) -> web.Response:
+async def _answer(answered: Answered, api: _Api, chat: Chat, body: _Body) -> web.Response:
     try:
-        return await answered(chat, body)
+        return await answered(api, chat, body)
     except ContextFull as error:
         return _refusal(str(error), code=CONTEXT_FULL)
     except LimitReached as error:
@@ -218,7 +215,7 @@ async def _reply(api: _Api, chat: Chat, body: _Body) -> web.Response:
     return web.Response(body="".join([*lines, api.END]), content_type="text/event-stream")
 
 
-async def _count(chat: Chat, body: _Body) -> web.Response:
+async def _count(_api: _Api, chat: Chat, body: _Body) -> web.Response:
     return web.json_response(messages_api.count(chat, body))
 
 
