@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from pebble import ThreadPool
 
@@ -78,16 +78,6 @@ class AgentEnd:
     is_own: bool = True
 
 
-class Agent(Protocol):
-    """Conducts rollouts."""
-
-    def load(self) -> None:
-        """Raises `TaskUnusable` if it cannot be called."""
-
-    async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
-        """One rollout, which ends within the deadline."""
-
-
 class AgentProgram:
     """A program that is started for each rollout, in the sandbox that `--sandbox` chose.
 
@@ -103,7 +93,7 @@ class AgentProgram:
         self._words = command_words(command, self._sandbox.kind)
 
     def load(self) -> None:
-        """See `Agent`. The sandbox of the constructor is all that it needs."""
+        """Nothing: the sandbox of the constructor is all that it needs."""
 
     async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
         text = json.dumps(row, default=str)
@@ -240,6 +230,7 @@ class AgentFunction:
         self._find = find
 
     def load(self) -> None:
+        """Raises `TaskUnusable` if it cannot be called."""
         assert callable(self._function)
 
     @cached_property
@@ -268,6 +259,10 @@ class AgentFunction:
             return AgentEnd(None, f"the agent {self._name} {what}", is_own=False)
         except Exception as error:  # noqa: BLE001 - code of a user
             return AgentEnd(None, f"the agent {self._name} failed: {where(error)}")
+
+
+Agent = AgentProgram | AgentFunction
+"""Conducts rollouts: each `run` is one, which ends within the deadline."""
 
 
 def _called(function: Callable[..., Any], row: Row, client: Client, deadline_s: float) -> Any:
