@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from grpo_core.errors import GrpoError
 from grpo_env.tasks.rows import Row, Split, TaskOptions, messages_of, rows_of
-from grpo_env.tasks.tool_calls import CallFormat
-from grpo_env.tasks.tool_calls import Message as Message
+from grpo_env.tasks.tool_calls import CallFormat, Message
 from grpo_env.tasks.tools import answer_calls, is_coroutine
 
 
