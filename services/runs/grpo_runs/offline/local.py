@@ -87,8 +87,9 @@ class LocalGeneration:
         max_tokens, n = sampling.pop("max_tokens"), sampling.pop("n", 1)
         temperature, stop = sampling.pop("temperature", 1.0), sampling.pop("stop", None)
         chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} | sampling
-        if temperature == 0:
-            chosen = _GREEDY
+        options = (_GREEDY if temperature == 0 else chosen) | {"max_new_tokens": max_tokens}
+        if stop:
+            options |= {"stop_strings": stop, "tokenizer": self._tokenizer}
         # Padding behind a stop text would look like sampled end tokens, so each is sampled alone.
         most = LOGITS_AT_ONCE // (max_tokens * vocabulary_of(self._policy))
         at_once = 1 if stop else max(1, most)
@@ -98,35 +99,23 @@ class LocalGeneration:
             self._without_the_models_defaults(),
             uncompiled(),
         ):
-            found = [
-                self._sampled(prompt_token_ids, part, max_tokens, temperature, stop, chosen)
-                for part in parts
-            ]
-        rows = [pair for part in found for pair in part]
+            found = [self._sampled(prompt_token_ids, part, temperature, options) for part in parts]
+        rows = [row for part in found for row in part]
         return self._answer(prompt_token_ids, rows, max_tokens, stop or ())
 
     def _sampled(
-        self,
-        prompt_token_ids: list[int],
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        stop: list[str] | None,
-        chosen: dict[str, Any],
+        self, prompt_token_ids: list[int], n: int, temperature: float, options: dict[str, Any]
     ) -> list[tuple[list[int], list[float]]]:
         """Token ids and logprobs of each completion."""
         prompt = torch.tensor([prompt_token_ids], device=device_of(self._policy))
         found = self._policy.generate(  # type: ignore[attr-defined]
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=max_tokens,
             num_return_sequences=n,
             return_dict_in_generate=True,
             output_logits=True,
-            stop_strings=stop,
-            tokenizer=self._tokenizer if stop else None,
             synced_gpus=False,  # with --fsdp the other ranks follow each pass, and do not sample
-            **chosen,
+            **options,
         )
         tokens = found.sequences[:, len(prompt_token_ids) :]  # [n, T]
         steps = zip(found.logits, tokens.split(1, dim=1), strict=True)  # [n, V] and [n, 1] of each
@@ -208,10 +197,8 @@ class WeightsInProcess:
 
     def load_policy(self, restoring: bool = False) -> CausalLM:  # noqa: ARG002
         """Raises `NoSuchDevice`, `PolicyMismatch`."""
-        settings = self.settings
-        device = device_to_load_on(settings.device)
-        weights = TrainedWeights.of(settings)
-        self.policy = weights.load(getattr(torch, settings.dtype), device)
+        device, dtype = device_to_load_on(self.settings.device), getattr(torch, self.settings.dtype)
+        self.policy = TrainedWeights.of(self.settings).load(dtype, device)
         return self.policy
 
     def start(
