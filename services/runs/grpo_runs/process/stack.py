@@ -194,11 +194,10 @@ class Stack:
             meanwhile()
             time.sleep(_POLL_S)
         meanwhile()
-        ended = {process.name: process.exit_code for process in started}
         for process in started:
             process.kill()  # children that it left in its session
         self._running = services
-        return {name: code for name, code in ended.items() if code is not None}
+        return {process.name: process.wait(0.0) for process in started}
 
     def process(self, name: str) -> ManagedProcess:
         return next(process for service, process in self._running if service.name == name)
