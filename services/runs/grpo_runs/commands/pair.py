@@ -15,7 +15,7 @@ from grpo_core.tree.sections import TRAINER
 from grpo_runs.notices import notifier_of
 from grpo_runs.notify import Notification
 from grpo_runs.process.health import HealthProbe
-from grpo_runs.process.stack import LostServices, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.process.stack import Stack, StopRequest, StopRequested, start_on_screen
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.screen import EXIT_FAILED, Screen
 from grpo_runs.services import (
@@ -81,11 +81,10 @@ def start_pair(settings: RunSettings, screen: Screen) -> int:
         except GrpoError as error:
             return screen.failed(error)
         log = FollowedFile(settings.log_dir / f"{TRAINER}.log")
-        lost = LostServices(stack, screen)
 
         def show_log() -> None:
             screen.lines(log.new_lines())
-            lost.show()
+            stack.warn_of_lost(screen)
 
         try:
             with screen.waiting(news.waited_for):

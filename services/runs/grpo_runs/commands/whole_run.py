@@ -23,7 +23,7 @@ from grpo_runs.notices import RunNotices
 from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.records import ProcessRecords
-from grpo_runs.process.stack import LostServices, Stack, StopRequest, StopRequested, start_on_screen
+from grpo_runs.process.stack import Stack, StopRequest, StopRequested, start_on_screen
 from grpo_runs.report.evaluations import EvaluationsFile
 from grpo_runs.report.steps import (
     HEADER_EVERY_STEPS,
@@ -263,9 +263,8 @@ def follow_training(whole: WholeRun, stack: Stack, done: int = 0) -> list[StepRe
     records: list[StepRecord] = []
     trainer = stack.process("trainer")
     last_step_at = time.monotonic()
-    lost = LostServices(stack, screen)
     while True:
-        lost.show()
+        stack.warn_of_lost(screen)
         finished = trainer.exit_code == 0  # read before the file, which is then complete
         if whole.show_evaluations():
             last_step_at = time.monotonic()

@@ -128,6 +128,7 @@ class Stack:
         self._grace_s = grace_s
         self._running: list[tuple[Service, ManagedProcess]] = []
         self._not_ours: frozenset[int] = frozenset()
+        self._told: set[str] = set()
 
     def start(
         self,
@@ -169,6 +170,15 @@ class Stack:
             for service, process in self._running
             if service.group and _has_failed(service, process)
         }
+
+    def warn_of_lost(self, screen: Screen) -> None:
+        """Warn once of each of these services."""
+        for name, how in self.lost().items():
+            if name not in self._told:
+                self._told.add(name)
+                log = self.process(name).log_path
+                text = f"{name} ended with {how}; the run goes on with the others; see {log}"
+                warn(screen, log.parent, "ServiceEnded", text)
 
     def sleep(self, seconds: float) -> None:
         """Sleep, and call `check` often meanwhile."""
@@ -306,23 +316,6 @@ def warn(screen: Screen, logs: Path, event: str, text: str) -> None:
     screen.warning(text)
     with contextlib.suppress(OSError), (logs / f"{LAUNCHER}.log").open("a") as log:
         log.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S} [warning  ] {event}   {text}\n")
-
-
-class LostServices:
-    """Warns once of each service that has ended while others of its group run."""
-
-    def __init__(self, stack: Stack, screen: Screen) -> None:
-        self._stack = stack
-        self._screen = screen
-        self._shown: set[str] = set()
-
-    def show(self) -> None:
-        for name, how in self._stack.lost().items():
-            if name not in self._shown:
-                self._shown.add(name)
-                log = self._stack.process(name).log_path
-                text = f"{name} ended with {how}; the run goes on with the others; see {log}"
-                warn(self._screen, log.parent, "ServiceEnded", text)
 
 
 def _has_failed(service: Service, process: ManagedProcess) -> bool:
