@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Self
 
 import httpx
@@ -38,6 +39,7 @@ _TEND_EVERY_S = 1.0
 ANY: frozenset[Place] = frozenset()
 
 
+@dataclass(eq=False, repr=False)
 class InferencePool(ClosesOnAsyncExit):
     """Samples completions on one or several servers. Use it in `async with`.
 
@@ -53,23 +55,16 @@ class InferencePool(ClosesOnAsyncExit):
     `servers`: all that something names, or that still answer a request.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        deadline_s: float,
-        max_requests: int,
-        api_key: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        lookup: Lookup = addresses_of,
-        tokenizer: Any = None,
-    ) -> None:
-        self.deadline_s = deadline_s
-        self.clock = clock
-        self._others = len(urls) - 1
-        self._max_requests = max_requests
-        self._api_key = api_key
-        self._tokenizer = tokenizer
-        self._named = NamedServers(urls, lookup)
+    urls: Sequence[str]
+    deadline_s: float
+    max_requests: int
+    api_key: str | None = None
+    clock: Callable[[], float] = time.monotonic
+    lookup: Lookup = addresses_of
+    tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        self._named = NamedServers(self.urls, self.lookup)
         self.servers: list[PooledServer] = []
         self._picks = 0
         self._changed = asyncio.Event()
@@ -190,11 +185,11 @@ class InferencePool(ClosesOnAsyncExit):
                 place.url,
                 self.deadline_s,
                 timeout_s=self.deadline_s,
-                max_connections=self._max_requests,
-                token=self._api_key,
+                max_connections=self.max_requests,
+                token=self.api_key,
                 address=place.address,
             ),
-            HealthClient(place, others, self._api_key, tokenizer=self._tokenizer),
+            HealthClient(place, others, self.api_key, tokenizer=self.tokenizer),
             # Half of the deadline remains for another server.
             min(_GONE_AFTER_S, self.deadline_s / 2),
             self._standing_changed,
@@ -212,7 +207,7 @@ class InferencePool(ClosesOnAsyncExit):
             server.take(server.place in places, server.listed)
         for place in places:
             if place not in known:
-                self._add(place, self._others, is_named=True)
+                self._add(place, len(self.urls) - 1, is_named=True)
         self._standing_changed()
 
     async def _tend(self) -> None:
