@@ -102,7 +102,7 @@ class TeacherClient(AsyncServiceClient):
             TeacherUnusable: the server lists no models, or several, or not `--teacher-model`.
         """
         try:
-            answer = await self._ask("GET", "/v1/models", deadline_s)
+            answer = await self._ask("GET", "/v1/models", deadline_s=deadline_s)
             served = [model.id for model in _Models.model_validate_json(answer).data]
         except (RequestRefused, ValidationError) as error:
             raise TeacherUnusable(
@@ -196,11 +196,9 @@ class TeacherClient(AsyncServiceClient):
             raise ProtocolViolation(f"{what} {problem}")
         return found
 
-    async def _ask(
-        self, method: str, path: str, deadline_s: float | None = None, **request: Any
-    ) -> bytes:
+    async def _ask(self, method: str, path: str, **request: Any) -> bytes:
         try:
-            return (await self.send(method, path, deadline_s=deadline_s, **request)).content
+            return (await self.send(method, path, **request)).content
         except ServiceUnavailable as error:
             raise TeacherUnavailable(str(error)) from error
 
