@@ -21,7 +21,6 @@ from grpo_core.evaluation.tables import table_lines
 from grpo_core.rollouts.files import EVALUATION
 from grpo_core.rollouts.page.write import write_page
 from grpo_core.rollouts.record import RolloutRecord, records_of_group
-from grpo_core.security import plain
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.assembly import TaskSet, open_engine, sampling_plan
 from grpo_env.inference.pool import InferencePool
@@ -186,7 +185,7 @@ async def evaluate_once(
     without_teacher = settings.model_copy(update={"teacher_url": None})
     async with open_engine(without_teacher, tasks, template) as (engine, pool):
         if len(pool.places) > 1:  # one server has one version, and nothing is waited for
-            engine = await _of_one_version(engine, pool, settings, 0)
+            engine = await _of_one_version(engine, pool, 0)
         plan = sampling_plan(settings, tasks)
         for task, items in chosen:
             answers = _Answers(task.name, len(items))
@@ -203,17 +202,14 @@ async def evaluate_once(
             sys.stdout.flush()
 
 
-async def _of_one_version(
-    engine: RolloutEngine, pool: InferencePool, settings: EnvServerSettings, step: int
-) -> RolloutEngine:
+async def _of_one_version(engine: RolloutEngine, pool: InferencePool, step: int) -> RolloutEngine:
     """The engine on the servers that have the newest version now, which is that of `step` or a
     later one. If all of them are gone, the others answer.
 
     Raises:
         ServiceUnavailable: as `wait_for_step`.
     """
-    deadline_s, api_key = settings.request_deadline_s, plain(settings.vllm_api_key)
-    newest = await wait_for_step(lambda: pool.places, step, deadline_s, api_key)
+    newest = await wait_for_step(pool, step)
     return replace(engine, generate=partial(pool.generate, only=newest))
 
 
@@ -328,7 +324,7 @@ class TrainingEvaluation:
 
     async def _run(self, step: int, plan: SamplingPlan) -> None:
         try:
-            engine = await _of_one_version(self.engine, self.pool, self.settings, step)
+            engine = await _of_one_version(self.engine, self.pool, step)
             self._samples, self._seen_items, self._kept = True, 0, []
             for task, items in self._items:
                 result = await evaluate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import httpx
@@ -15,6 +15,7 @@ from grpo_core.errors import ServiceUnavailable
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_env.inference.health import HealthClient, NotAnInferenceServer, named
 from grpo_env.inference.places import Place
+from grpo_env.inference.pool import InferencePool
 
 log = structlog.get_logger()
 
@@ -68,15 +69,12 @@ async def wait_for_servers(
             await asyncio.sleep(_POLL_S)
 
 
-async def wait_for_step(
-    places: Callable[[], Sequence[Place]], step: int, deadline_s: float, api_key: str | None
-) -> frozenset[Place]:
-    """Return once one of the servers has the weights of `step` updates. Modes that publish rarely
-    may reach it late: after the deadline, the policy that is served then is taken, with a warning.
+async def wait_for_step(pool: InferencePool, step: int) -> frozenset[Place]:
+    """Return once one of the pool's servers has the weights of `step` updates. Modes that publish
+    rarely may reach it late: after the pool's deadline, the policy that is served then is taken,
+    with a warning.
 
     A server without bridge never says which policy it serves, so nothing is waited for.
-
-    Args: places: the servers that may answer now
 
     Returns:
         The servers of the newest version; empty if they are unknown.
@@ -85,14 +83,14 @@ async def wait_for_step(
         ServiceUnavailable: nothing listens at any of the URLs. A server that restarts its engine
             keeps its socket open, so this one has ended.
     """
-    deadline = Deadline(deadline_s)
+    deadline = Deadline(pool.deadline_s)
     clients: dict[Place, HealthClient] = {}
     async with AsyncExitStack() as stack:
         while True:
-            asked = places()
+            asked = pool.places
             for place in asked:
                 if place not in clients:
-                    client = HealthClient(place, api_key=api_key)
+                    client = HealthClient(place, api_key=pool.api_key)
                     clients[place] = await stack.enter_async_context(client)
             found = await asyncio.gather(*(clients[place].served_version() for place in asked))
             failures = [one for one in found if isinstance(one, ServiceUnavailable)]
