@@ -104,31 +104,19 @@ def version_named(text: str) -> PolicyVersion | None:
         return None
 
 
-def sampling_params(
-    *, max_tokens: int, n: int = 1, top_k: int = 0, **others: Any
+def _body(
+    token_ids: list[int], *, max_tokens: int, n: int = 1, top_k: int = 0, **others: Any
 ) -> dict[str, Any]:
-    """SGLang's names of vLLM's sampling parameters.
+    """Of `POST /generate`, by vLLM's sampling parameters.
 
     Without a parameter, SGLang takes the one of the model's generation configuration. So those that
     change the distribution are always sent.
     """
-    neutral = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
     every_token = -1
-    return neutral | {
-        "n": n,
-        "max_new_tokens": max_tokens,
-        "top_k": every_token if top_k < 1 else top_k,
-        **others,
-    }
-
-
-def _body(token_ids: list[int], **sampling: Any) -> dict[str, Any]:
-    """Of `POST /generate`."""
-    return {
-        "input_ids": token_ids,
-        "sampling_params": sampling_params(**sampling),
-        "return_logprob": True,
-    }
+    named = {"n": n, "max_new_tokens": max_tokens, "top_k": every_token if top_k < 1 else top_k}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    params = neutral | named | others
+    return {"input_ids": token_ids, "sampling_params": params, "return_logprob": True}
 
 
 def answer_of(response: httpx.Response, prompt_token_ids: list[int]) -> GenerateAnswer:
