@@ -22,7 +22,7 @@ from grpo_core.tree.trainer_command import CommandLine
 from grpo_trainer.advantages import with_advantages
 from grpo_trainer.checkpoint import resume
 from grpo_trainer.checkpoint.store import RngState, SavedState, StateStore
-from grpo_trainer.data.collate import Batch, collate
+from grpo_trainer.data.collate import collate
 from grpo_trainer.data.groups import sequences_of
 from grpo_trainer.errors import NotReplayable
 from grpo_trainer.learner import GradientStats, Learner, build_learner
@@ -206,8 +206,10 @@ def accumulate_recorded(
     """
     inputs = recorded.step
     objective = _objective(learner, recorded, given)
-    batch = learner.with_reference(_collated(learner, recorded, objective))
-    batch = with_advantages(batch, objective, learner.ranks)
+    settings, cut = learner.settings, learner.forward.layout.cut
+    sequences = sequences_of(recorded.groups, limits_of(learner.policy, settings))
+    batch = collate(sequences, settings.seq_len, settings.micro_batch_tokens, cut, objective)
+    batch = with_advantages(learner.with_reference(batch), objective, learner.ranks)
     scale = learner.optimizer.loss_scale
     if scale is not None and inputs.loss_scale is not None:
         scale.record = ScaleRecord.model_validate(inputs.loss_scale)
@@ -224,11 +226,3 @@ def _objective(learner: Learner, recorded: RecordedBatch, given: Sequence[str]) 
     if not {"objective", "advantage", "maxent_tau"} & {*given}:
         found = replace(found, maxent_tau=inputs.maxent_tau)
     return found
-
-
-def _collated(learner: Learner, recorded: RecordedBatch, objective: Objective) -> Batch:
-    settings = learner.settings
-    limits = limits_of(learner.policy, settings)
-    sequences = sequences_of(recorded.groups, limits)
-    cut = learner.forward.layout.cut
-    return collate(sequences, settings.seq_len, settings.micro_batch_tokens, cut, objective)
