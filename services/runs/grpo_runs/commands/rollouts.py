@@ -208,7 +208,8 @@ def _show_diff(settings: RolloutsSettings, steps: tuple[int, int], screen: Scree
     if not (first and second):
         return False
     screen.lines([*distributions(first, second), ""])
-    pairs = prompts_of_both(first, second)
+    before, after = _by_prompt(first), _by_prompt(second)
+    pairs = [(before[prompt], after[prompt]) for prompt in before if prompt in after]
     if settings.worst or settings.best:
         # By how much higher the mean score is at the second step.
         pairs.sort(key=lambda two: _mean_score(two[1]) - _mean_score(two[0]), reverse=settings.best)
@@ -243,12 +244,6 @@ def _summary(values: Sequence[float]) -> list[float]:
     """Mean, minimum, quartiles and maximum."""
     quarters = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return [fmean(values), min(values), *quarters, max(values)]
-
-
-def prompts_of_both(first: Records, second: Records) -> list[tuple[Records, Records]]:
-    """The sequences of each prompt at both steps, in the order of the first."""
-    before, after = _by_prompt(first), _by_prompt(second)
-    return [(before[prompt], after[prompt]) for prompt in before if prompt in after]
 
 
 def pair_lines(
