@@ -118,9 +118,8 @@ class RunSettings(LaunchOptions):
         if not self.starts_all:
             if self.port == self.health_port:
                 yield Mistake(None, f"--port and --health-port are both {self.port}; change one")
-            for name in type(self).model_fields:
-                if name not in self.model_fields_set:
-                    continue
+            given = (name for name in type(self).model_fields if name in self.model_fields_set)
+            for name in given:
                 if name in NEEDS_TASK or service_of(name) in (ENVIRONMENT, RUN_API):
                     yield Mistake(name, "needs --task, with which all services are started")
             return
