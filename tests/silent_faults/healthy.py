@@ -104,9 +104,12 @@ SETTINGS: dict[Server, tuple[Setting, ...]] = {
     Server(LORA): (Setting(500), Setting(500, 8), Setting(500, 4, COLD, learnable=True)),
     Server(FILES): (Setting(300), Setting(200, 8)),
     Server(RESTARTS): (Setting(300, None, options={"vllm_restart_interval": 50}),),
-    Server(model="smollm2"): (Setting(250), Setting(250, 8)),
-    Server(dtype="bfloat16", model="smollm2"): (Setting(250, 4, HOT),),
-    Server(LORA, model="smollm2"): (Setting(250, 4),),
+    Server(model="smollm2"): (Setting(250),),
+    Server(dtype="bfloat16", model="smollm2"): (
+        Setting(250, 8, learnable=True),
+        Setting(250, 4, HOT, learnable=True),
+    ),
+    Server(LORA, "bfloat16", "smollm2"): (Setting(250, 4, learnable=True),),
 }
 
 
@@ -171,11 +174,13 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="of the steps of each setting")
     parser.add_argument("--mode", default="", help="of this mode alone")
     parser.add_argument("--model", default=None, help="of this model alone; tiny: ''")
+    parser.add_argument("--dtype", default="", help="of this data type alone")
     parser.add_argument("--results", type=Path, help="page whose section is replaced")
     options = parser.parse_args()
     for server, settings in SETTINGS.items():
         left = [s for s in settings if _name(server, s) not in _logged(options.log)]
         is_chosen = options.mode in server.mode and options.model in (None, server.model)
+        is_chosen &= options.dtype in server.dtype
         if not left or not is_chosen:
             continue
         with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
