@@ -22,6 +22,7 @@ from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.adapter import adapted_layers, adapter_scaled, without_dropout
 from grpo_trainer.model.logprobs import (
     PROBE_LENGTH,
+    kernel_noise,
     logprobs_of,
     probe_tokens,
     sampled_tokens,
@@ -37,8 +38,9 @@ MISMATCH = "LogProb Alignment: MISMATCH!"
 START_FACTOR = 2.0
 """If the first difference exceeds the tolerance by this factor, the weights are not equal."""
 NOISE_FACTOR = 4.0
-"""Later differences may be this many times the noise, which grows as training makes the probe's
-tokens less likely."""
+"""Later differences may be this many times the noise. It grows with training, in bfloat16 up to
+eight times in 400 steps of the tiny model, so a larger difference makes the check measure it anew,
+as that of two attention kernels. Measured in 127 checks: at most 3 times that."""
 SAMPLED_TOKENS = 4
 """Each takes a pass of the engine, which meanwhile samples for others: with SmolLM2-135M on one
 core 0.1 s. Cached keys and values of other weights change the first token's logprob already."""
@@ -257,6 +259,10 @@ class PublicationCheck:
 
     def _problems(self, alignment: Alignment, sampled_mean: float, served: Tensor) -> list[str]:
         mean, tolerance = alignment.mean, self.bound.value
+        if max(mean, sampled_mean) > tolerance:
+            with without_dropout(self._policy):
+                noise = kernel_noise(self._policy, self._tokens)
+            tolerance = max(tolerance, NOISE_FACTOR * noise)
         other = min(mean_distance(served, self._base), alignment.previous)
         if not mean <= tolerance or FAR_BETTER * other < mean:
             return [

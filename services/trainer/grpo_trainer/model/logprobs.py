@@ -118,19 +118,19 @@ def tolerance_of(policy: CausalLM) -> float:
     return _tolerances[policy]
 
 
-def kernel_noise(policy: CausalLM) -> float:
-    """Mean |difference| of the logprobs of fixed tokens between two attention kernels, in nats; 0
-    if only one of them is right for the model."""
+def kernel_noise(policy: CausalLM, tokens: Sequence[int] = ()) -> float:
+    """Mean |difference| of the logprobs of some tokens between two attention kernels, in nats; 0
+    if only one of them is right for the model. Args: tokens: without: the probe's"""
     model = base_model(policy)
     config = text_config_of(model)
     if any(getattr(config, name, None) for name in ONLY_EAGER):
         return 0.0
     used = config._attn_implementation
-    tokens, found = probe_tokens(vocabulary_of(model)), []
+    ids, found = [*(tokens or probe_tokens(vocabulary_of(model)))], []
     try:
         for kernel in KERNELS:
             model.set_attn_implementation(kernel)
-            found.append(logprobs_of(policy, tokens))
+            found.append(logprobs_of(policy, ids))
     except ValueError:  # transformers names the kernels that the model has
         return 0.0
     finally:

@@ -20,7 +20,7 @@ from grpo_trainer.checks.served_weights import (
 from grpo_trainer.errors import ServedWeightsDiffer
 from grpo_trainer.model.adapter import adapted_layers, adapter_scaled
 from grpo_trainer.model.loading import TrainedWeights
-from grpo_trainer.model.logprobs import logprobs_of, probe_tokens, sampled_tokens
+from grpo_trainer.model.logprobs import kernel_noise, logprobs_of, probe_tokens, sampled_tokens
 from grpo_trainer.optim.master_optimizer import MasterOptimizer
 from tests.unit.trainer.forward_rig import VOCABULARY, qwen
 from tests.unit.trainer.served_model import BLOCK, ServedModel
@@ -163,6 +163,21 @@ def test_noise_is_learnt_before_any_update_and_an_update_that_is_absent_still_fo
     server.noise = 4.2 * NOISE
     with pytest.raises(ServedWeightsDiffer, match=r"tolerance 0\.0014"):
         check.require(VERSION, "After step 1")
+
+
+def test_noise_that_has_grown_with_training_is_measured_anew(model: str) -> None:
+    """Larger logits are rounded further in bfloat16."""
+    policy, server, check = started(model, torch.bfloat16)
+    check.require(START, "At the start")
+    tokens = sampled_tokens(policy)
+    with torch.no_grad():
+        policy.model.norm.weight *= 40
+    server.swap(policy, VERSION)
+    server.noise = 3 * kernel_noise(policy, tokens)
+    assert copy.copy(check).require(VERSION, "After step 300").mean > check.bound.value
+    server.noise = 5 * kernel_noise(policy, tokens)
+    with pytest.raises(ServedWeightsDiffer):
+        check.require(VERSION, "After step 300")
 
 
 def test_more_than_noise_before_any_update_is_refused(model: str) -> None:
