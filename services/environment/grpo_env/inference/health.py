@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -188,6 +189,7 @@ class PoolState(Enum):
 ANSWERING = (PoolState.SERVING, PoolState.ON_TRIAL)
 
 
+@dataclass(eq=False)
 class ServerStanding:
     """One server's standing; logs each change of it once. A new server is away until it is probed.
 
@@ -199,20 +201,15 @@ class ServerStanding:
         clock: in seconds
     """
 
-    def __init__(
-        self,
-        url: str,
-        gone_after_s: float,
-        on_change: Callable[[], None],
-        clock: Callable[[], float],
-    ) -> None:
+    url: str
+    gone_after_s: float
+    on_change: Callable[[], None]
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.standing = PoolState.AWAY
         self.reason = "not probed yet"
-        self.url = url
-        self._gone_after_s = gone_after_s
-        self._on_change = on_change
-        self._clock = clock
-        self._not_serving_since = clock()
+        self._not_serving_since = self.clock()
         self._answered_at = self._failed_at = -math.inf
         self._has_been_unhealthy = True
         """True if a probe failed since the last failed request, or nothing was tried yet."""
@@ -222,16 +219,16 @@ class ServerStanding:
     def recheck_s(self) -> float:
         """Seconds until the next probe of a server that does not serve: a tenth of its outage,
         within limits."""
-        share_s = _RECHECK_SHARE * (self._clock() - self._not_serving_since)
+        share_s = _RECHECK_SHARE * (self.clock() - self._not_serving_since)
         return min(max(share_s, _FIRST_RECHECK_S), _LAST_RECHECK_S)
 
     def request_answered(self) -> None:
-        self._answered_at = self._clock()
+        self._answered_at = self.clock()
         self._serve()
 
     def request_failed(self, error: Exception) -> None:
         """Record a request that the server did not answer, or answered with status 5xx."""
-        self._failed_at = self._clock()
+        self._failed_at = self.clock()
         self._has_been_unhealthy = _is_unreachable(error)
         # A restart never answers with another status than 503.
         self._stop_serving(error, is_restart=not isinstance(error, ServiceUnavailable))
@@ -252,18 +249,18 @@ class ServerStanding:
         self.reason = "healthy"
         self._change(PoolState.SERVING)
         if self._logged is not PoolState.SERVING:
-            seconds = round(self._clock() - self._not_serving_since, 1)
+            seconds = round(self.clock() - self._not_serving_since, 1)
             log.info("server.recovered", url=self.url, away_s=seconds)
             self._logged = PoolState.SERVING
 
     def _stop_serving(self, error: Exception, is_restart: bool) -> None:
-        now = self._clock()
+        now = self.clock()
         self.reason = named(error)
         if self.standing is PoolState.SERVING:
             self._not_serving_since = now
         is_gone = (
             self.standing is PoolState.GONE
-            or now - self._not_serving_since >= self._gone_after_s
+            or now - self._not_serving_since >= self.gone_after_s
             or _is_unreachable(error)
             or isinstance(error, NotAnInferenceServer)
         )
@@ -273,7 +270,7 @@ class ServerStanding:
     def _change(self, standing: PoolState) -> None:
         if standing is not self.standing:
             self.standing = standing
-            self._on_change()
+            self.on_change()
 
     def _log(self, standing: PoolState) -> None:
         if self._logged is PoolState.GONE or self._logged is standing:

@@ -166,7 +166,7 @@ class InferencePool(ClosesOnAsyncExit):
             server
             for server in self.servers
             if server.standing is PoolState.SERVING
-            and not server.knows_name
+            and server.health.name is None
             and server not in entries
         ]
         for server in unknown:
@@ -179,6 +179,11 @@ class InferencePool(ClosesOnAsyncExit):
 
     def _add(self, place: Place, others: int = 0, is_named: bool = False) -> PooledServer:
         server = PooledServer(
+            str(place),
+            # Half of the deadline remains for another server.
+            min(_GONE_AFTER_S, self.deadline_s / 2),
+            self._standing_changed,
+            self.clock,
             place,
             GenerationClient(
                 SERVICE,
@@ -190,10 +195,6 @@ class InferencePool(ClosesOnAsyncExit):
                 address=place.address,
             ),
             HealthClient(place, others, self.api_key, tokenizer=self.tokenizer),
-            # Half of the deadline remains for another server.
-            min(_GONE_AFTER_S, self.deadline_s / 2),
-            self._standing_changed,
-            self.clock,
             is_named,
         )
         self.servers.append(server)

@@ -33,6 +33,7 @@ class NoGenerateRoute(GrpoError):
     """The server at `--inference-url` has no route `POST /generate`."""
 
 
+@dataclass(eq=False)
 class PooledServer(ServerStanding):
     """One server of the pool, with the task that probes it.
 
@@ -42,27 +43,19 @@ class PooledServer(ServerStanding):
     it no more; `answered`: requests by policy version.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        generation: GenerationClient,
-        health: HealthClient,
-        gone_after_s: float,
-        on_change: Callable[[], None],
-        clock: Callable[[], float],
-        is_named: bool,
-    ) -> None:
-        super().__init__(str(place), gone_after_s, on_change, clock)
-        self.place = place
+    place: Place
+    generation: GenerationClient
+    health: HealthClient
+    is_named: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.load = self.picked_at = 0
         self.probed = asyncio.Event()
-        self.is_named = is_named
         self.listed: ListedServer | None = None
         self.answered: Counter[PolicyVersion] = Counter()
         self._newest_answer: PolicyVersion | None = None
         self.has_left = False
-        self._generation = generation
-        self._health = health
         self._in_flight: set[asyncio.Timeout] = set()
         self._probe_now = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -76,22 +69,18 @@ class PooledServer(ServerStanding):
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await self._health.close()
-        await self._generation.close()
+        await self.health.close()
+        await self.generation.close()
 
     @property
     def name(self) -> str:
         """ "" if it is unknown."""
-        return self.listed.name if self.listed else self._health.name or ""
-
-    @property
-    def knows_name(self) -> bool:
-        return self._health.name is not None
+        return self.listed.name if self.listed else self.health.name or ""
 
     def ask_name(self) -> None:
         """With the next probe, which follows soon."""
-        if not self._health.asks_name:
-            self._health.asks_name = True
+        if not self.health.asks_name:
+            self.health.asks_name = True
             self._probe_now.set()
 
     def take(self, is_named: bool, listed: ListedServer | None) -> None:
@@ -158,7 +147,7 @@ class PooledServer(ServerStanding):
         try:
             async with asyncio.timeout(None) as until_aborted:
                 self._in_flight.add(until_aborted)
-                answer = await self._generation.generate(prompt_token_ids, within_s, **sampling)
+                answer = await self.generation.generate(prompt_token_ids, within_s, **sampling)
         except RequestRefused as error:
             if error.status == _NOT_FOUND:
                 raise NoGenerateRoute(
@@ -190,11 +179,11 @@ class PooledServer(ServerStanding):
     async def _watch(self) -> None:
         """Probe the server for ever. Raises the errors of `HealthClient.problem`."""
         while True:
-            began_at = self._clock()
-            self.record_probe(await self._health.problem(), began_at)
+            began_at = self.clock()
+            self.record_probe(await self.health.problem(), began_at)
             self.probed.set()
             if self.standing is PoolState.GONE:
-                self._health.name = None  # another server may start here
+                self.health.name = None  # another server may start here
             if self.standing in ANSWERING:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_PROBE_EVERY_S):

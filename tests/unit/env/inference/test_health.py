@@ -105,7 +105,7 @@ async def test_a_server_with_another_tokenizer_is_refused_with_both_lists(
         async with InferencePool([server.url], GENEROUS_S, 8, tokenizer=ours) as pool:
             if is_same:
                 assert (await pool.generate([1], max_tokens=1)).text == ["7"]
-                assert await pool.servers[0]._health.problem() is None
+                assert await pool.servers[0].health.problem() is None
             else:
                 with pytest.raises(ServerTokenizerDiffers) as refused:
                     await pool.generate([1], max_tokens=1)
