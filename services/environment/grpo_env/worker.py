@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,19 +94,18 @@ def _ready_file(path: Path | None) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+@dataclass(eq=False)
 class Worker:
     """One environment's membership in a run, and the groups that it is sampling."""
 
-    def __init__(
-        self,
-        settings: EnvServerSettings,
-        tasks: TaskSet,
-        api: EnvironmentClient,
-        engine: RolloutEngine,
-        pool: InferencePool,
-    ) -> None:
-        self._settings = settings
-        self._tasks = tasks
+    settings: EnvServerSettings
+    tasks: TaskSet
+    api: EnvironmentClient
+    engine: RolloutEngine
+    pool: InferencePool
+
+    def __post_init__(self) -> None:
+        settings, tasks = self.settings, self.tasks
         # run-api and the pace count sequences; a rollout may have several.
         self._group_sequences = settings.group_size * tasks.max_sequences
         self._registration = EnvironmentRegistration(
@@ -115,21 +115,19 @@ class Worker:
             group_size=self._group_sequences,
             min_batch_allocation=settings.min_batch_allocation,
         )
-        self._api = api
-        self._pool = pool
         self._run_api = FailureBudget("run-api", settings.run_api_deadline_s)
         self._stream = stream = tasks.training_stream(settings.seed, settings.curriculum)
         self._curriculum = CurriculumFiles(settings.curriculum_dir, stream)
         self._curriculum.restore()
-        self._producer = GroupProducer(settings, stream, engine, api)
+        self._producer = GroupProducer(settings, stream, self.engine, self.api)
         self._step, self._steps = 0, 1  # training steps that are done, and of the run
         self._warned_of = 1  # dropped groups
         self._log_to_wandb: Log = lambda _step, _fields: None
         self._evaluation = TrainingEvaluation(
             settings,
             tasks.tasks,
-            engine,
-            pool,
+            self.engine,
+            self.pool,
             lambda step, found: self._log_to_wandb(step, found),
             self._producer.untrained,
         )
@@ -141,7 +139,7 @@ class Worker:
         self._in_flight: set[asyncio.Task[None]] = set()
         self._idle_poll_s = _FIRST_IDLE_POLL_S
         self.metrics = EnvironmentMetrics(
-            self._producer.counts, pool, lambda: len(self._in_flight), stream.pools
+            self._producer.counts, self.pool, lambda: len(self._in_flight), stream.pools
         )
 
     async def run(self) -> None:
@@ -153,12 +151,12 @@ class Worker:
                     self._stream.go_on, membership.item_positions, membership.starting_step
                 )
                 self._log_to_wandb = await stack.enter_async_context(
-                    wandb_log(self._settings, self._api, membership)
+                    wandb_log(self.settings, self.api, membership)
                 )
                 await self._feed_trainer(membership)
             finally:
                 await self._leave()
-                self._pool.log_requests()
+                self.pool.log_requests()
                 self._curriculum.save(self._step)
 
     async def _feed_trainer(self, membership: Membership) -> None:
@@ -167,8 +165,8 @@ class Worker:
             if status is None:
                 membership = await self._join()
                 continue
-            self._pool.follow(status.servers)
-            total_steps = membership.total_steps(self._settings.steps, status.num_steps)
+            self.pool.follow(status.servers)
+            total_steps = membership.total_steps(self.settings.steps, status.num_steps)
             if status.current_step != self._step:
                 self._producer.counts.begin_batch()
             self._step, self._steps = status.current_step, total_steps
@@ -180,7 +178,7 @@ class Worker:
                     continue
                 groups_sent = self._producer.counts.groups_sent
                 # A trainer that resumes near the end may find enough groups in the queue.
-                if groups_sent or self._settings.steps > 0:
+                if groups_sent or self.settings.steps > 0:
                     await self._evaluation.finish(total_steps, self._sampling())
                 hint = {} if groups_sent else {"hint": _WAS_COMPLETE}
                 log.info("run.completed", step=status.current_step, groups_sent=groups_sent, **hint)
@@ -218,7 +216,7 @@ class Worker:
         if self._producer.counts.groups_sent:
             return False
         if self._next_run is None:
-            self._next_run = Deadline(self._settings.next_run_deadline_s)
+            self._next_run = Deadline(self.settings.next_run_deadline_s)
             if not self._next_run.has_passed:
                 log.info("wait_for_next_run.started", deadline_s=self._next_run.seconds)
         return not self._next_run.has_passed
@@ -228,7 +226,7 @@ class Worker:
         # registered environments.
         await self._skip_long_prompts()
         membership = await self._retry(
-            lambda: join_run(self._api, self._registration, self._settings.trainer_deadline_s)
+            lambda: join_run(self.api, self._registration, self.settings.trainer_deadline_s)
         )
         self._membership = membership
         self._producer.join(membership.env_id, membership.run_uuid)
@@ -239,19 +237,19 @@ class Worker:
             env_id=membership.env_id,
             name=membership.wandb_name,
             step=membership.starting_step,
-            total_steps=membership.total_steps(self._settings.steps),
+            total_steps=membership.total_steps(self.settings.steps),
             batch_size=self._trainer.batch_size,
         )
         return membership
 
     async def _ask_trainer_info(self) -> None:
-        self._trainer = await self._api.info()
+        self._trainer = await self.api.info()
         batch_size = self._trainer.batch_size
         self._producer.counts.batch = -(-batch_size // self._group_sequences)
         if 0 < batch_size < self._group_sequences:
             raise GroupLargerThanBatch(
                 f"a group of {self._group_sequences} sequences (--group-size "
-                f"{self._settings.group_size}, {self._tasks.max_sequences} for each rollout) is "
+                f"{self.settings.group_size}, {self.tasks.max_sequences} for each rollout) is "
                 f"larger than the trainer's batch of {batch_size} sequences; use a smaller "
                 "--group-size, or start the trainer with a larger batch"
             )
@@ -265,7 +263,7 @@ class Worker:
     async def _poll_status(self, env_id: int) -> EnvironmentStatus | None:
         """None if run-api was reset and no longer has this environment."""
         try:
-            return await self._retry(lambda: self._api.status(env_id))
+            return await self._retry(lambda: self.api.status(env_id))
         except RequestRefused as error:
             if error.status != _NOT_FOUND:
                 raise
@@ -297,9 +295,9 @@ class Worker:
                 self._trainer.batch_size,
                 self._group_sequences,
                 total_steps,
-                max_batches_offpolicy=self._settings.max_batches_offpolicy,
-                max_concurrent_groups=self._settings.max_concurrent_groups,
-                min_batch_allocation=self._settings.min_batch_allocation or 0.0,
+                max_batches_offpolicy=self.settings.max_batches_offpolicy,
+                max_concurrent_groups=self.settings.max_concurrent_groups,
+                min_batch_allocation=self.settings.min_batch_allocation or 0.0,
                 in_flight=len(self._in_flight),
                 sent_since_status=self._producer.counts.groups_sent - sent_before,
                 kept_share=self._producer.counts.kept_share,
@@ -342,8 +340,8 @@ class Worker:
             return
         with contextlib.suppress(GrpoError, TimeoutError):
             async with asyncio.timeout(_DISCONNECT_S):
-                await self._api.disconnect(self._membership.env_id)
+                await self.api.disconnect(self._membership.env_id)
 
     def _sampling(self) -> SamplingPlan:
         limit = self._trainer.max_token_len
-        return sampling_plan(self._settings, self._tasks, limit, self._step, self._steps)
+        return sampling_plan(self.settings, self.tasks, limit, self._step, self._steps)

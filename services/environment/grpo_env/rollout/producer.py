@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -36,19 +36,16 @@ class NoPromptFits(GrpoError):
     """Every prompt of the data set is too long."""
 
 
+@dataclass(eq=False)
 class GroupProducer:
     """Samples and submits groups. Start none while `delay_s` is above 0: a service is failing."""
 
-    def __init__(
-        self,
-        settings: EnvServerSettings,
-        items: ItemStream,
-        engine: RolloutEngine,
-        api: EnvironmentClient,
-    ) -> None:
-        self._items = items
-        self._engine = engine
-        self._api = api
+    settings: InitVar[EnvServerSettings]
+    items: ItemStream
+    engine: RolloutEngine
+    api: EnvironmentClient
+
+    def __post_init__(self, settings: EnvServerSettings) -> None:
         self._inference = FailureBudget("vllm-server", settings.request_deadline_s)
         # Submissions may fail even if run-api answers other requests.
         self._submissions = FailureBudget("run-api", settings.run_api_deadline_s)
@@ -78,11 +75,11 @@ class GroupProducer:
         Raises:
             NoPromptFits: no prompt leaves enough room.
         """
-        before = len(self._items)
-        emptied = self._items.keep(
+        before = len(self.items)
+        emptied = self.items.keep(
             lambda item: (
                 item.task.names_prompts
-                or len(self._engine.prompt_ids(item)) <= plan.longest_prompt(item.task)
+                or len(self.engine.prompt_ids(item)) <= plan.longest_prompt(item.task)
             )
         )
         if emptied:
@@ -93,8 +90,8 @@ class GroupProducer:
             )
         log.info(
             "prompts.filtered",
-            kept=len(self._items),
-            too_long=before - len(self._items),
+            kept=len(self.items),
+            too_long=before - len(self.items),
             seq_len=plan.max_token_length,
         )
 
@@ -111,16 +108,16 @@ class GroupProducer:
             CurriculumUnusable: the rule of the curriculum fails.
         """
         env_id, run_uuid = self._env_id, self._run_uuid  # of the run in which the sampling begins
-        draw = self._items.draw()
+        draw = self.items.draw()
         attempt = self._attempts.begin(draw.item, step + 1)
         try:
-            sampled = await self._engine.roll_out(draw.item, plan)
+            sampled = await self.engine.roll_out(draw.item, plan)
         except ServiceUnavailable as error:
             budget, why = self._inference, FailureReason.UNAVAILABLE
             if isinstance(error, TeacherUnavailable):
                 budget, why = self._teacher, FailureReason.TEACHER_UNAVAILABLE
             budget.failed(error)
-            self._items.put_back(draw)
+            self.items.put_back(draw)
             self._lose(attempt, SampledGroup(), why, error)
             return
         self._note_grades(draw.item, sampled, step)
@@ -131,9 +128,9 @@ class GroupProducer:
             return
         self._record(attempt, sampled)
         if lost.reason is FailureReason.ABORTED:
-            self._items.put_back(draw)
+            self.items.put_back(draw)
         else:
-            self._items.used(draw)
+            self.items.used(draw)
         if lost.reason is FailureReason.EQUAL_SCORES and run_uuid == self._run_uuid:
             self.untrained.drop(step + 1, sampled)
         if lost.reason is FailureReason.REFUSED:
@@ -148,9 +145,9 @@ class GroupProducer:
         scores = [grade.score for grade in sampled.grades]
         self._rewards.add(sampled.grades)
         if sampled.group is not None:  # graded, and maybe dropped
-            self._items.graded(item, scores, step)
+            self.items.graded(item, scores, step)
         else:
-            self._items.lost(item)
+            self.items.lost(item)
         if sampled.lost is not None and sampled.lost.reason in FAILED:
             of_rollout = sampled.lost.reason is FailureReason.FAILED_ROLLOUT
             self._reward_failures.failed(sampled.lost.detail, of_rollout)
@@ -167,29 +164,29 @@ class GroupProducer:
         overrides = (group.group_overrides or {}) | facts | self._attempts.on_the_wire(draw.item)
         group = group.model_copy(update={"env_id": env_id, "group_overrides": overrides})
         try:
-            await self._api.submit(group, run_uuid, self._items.positions(draw))
+            await self.api.submit(group, run_uuid, self.items.positions(draw))
         except RequestRefused as error:
             self._rewards.add_totals(rewards)
             self._lose(attempt, sampled, FailureReason.REFUSED, error)
             # A conflict means that run-api was reset meanwhile. The next poll detects that.
             if error.status == _CONFLICT:
-                self._items.put_back(draw)
+                self.items.put_back(draw)
             else:
-                self._items.used(draw)
+                self.items.used(draw)
                 self._submissions.refused(str(error))
         except ServiceUnavailable as error:
             # The client repeated the submission for as long as run-api keeps idempotency keys. It
             # may have arrived, so neither the group nor its rewards are sent again: a gap is
             # harmless, but a duplicate is not.
             if QUEUE_FULL in str(error):
-                self._items.put_back(draw)
+                self.items.put_back(draw)
                 self._submissions.succeeded()
             else:
-                self._items.used(draw)
+                self.items.used(draw)
                 self._submissions.failed(error)
             self._lose(attempt, sampled, FailureReason.UNDELIVERED, error)
         else:
-            self._items.used(draw)
+            self.items.used(draw)
             self._submissions.succeeded()
             self.counts.groups_sent += 1
             self._record(attempt, sampled)
@@ -204,7 +201,7 @@ class GroupProducer:
         said = next((rollout[0] for rollout in sampled.sequences if rollout), None)
         tokens = None if said is None else said.prompt_tokens
         if said is None and not attempt.item.task.drives_itself:
-            tokens = len(self._engine.prompt_ids(attempt.item))
+            tokens = len(self.engine.prompt_ids(attempt.item))
         if (line := self._attempts.end(attempt, sampled, tokens)) is not None:
             self.untrained.lose(line)
         # Equal scores are normal for a good policy, so only the regular report counts them.
