@@ -122,7 +122,7 @@ def test_what_a_run_does_is_told_in_words(browser: Browser, tmp_path: Path) -> N
             re.compile(f"Tokens per second1.23 kTraining speed{SPEED}.*Queuenot known")
         )
         alert = re.compile(
-            "Alert: The trainer has finished no step for 15 minutes. since .*look at"
+            "Alert: The trainer has finished no step for 15 minutes more .* since .*look at"
         )
         expect(panel.locator(".alerts li").first).to_have_text(alert)
         warnings = panel.locator(".warnings li")
