@@ -249,10 +249,9 @@ def _origin(live: LiveRun, step: int, group: int, index: int) -> list[str]:
 
 
 def _texts(live: LiveRun) -> TokenTexts | None:
-    try:
+    with suppress(OSError, GrpoError):
         return token_texts(live.run.rollouts or live.run.path / ROLLOUTS)
-    except (OSError, GrpoError):
-        return None
+    return None
 
 
 def different_settings(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -100,10 +100,9 @@ class LiveRun:
 
     def settings(self) -> dict[str, Any]:
         """By option; empty if they are not known."""
-        try:
+        with suppress(OSError, GrpoError):
             return dict(config_of(self.run))
-        except (OSError, GrpoError):
-            return {}
+        return {}
 
     def state(self) -> dict[str, Any]:
         """What the event `state` of the page holds. Reads what is new, if the last time was not
@@ -140,13 +139,11 @@ class LiveRun:
 
     def evaluations(self) -> Evaluations:
         """Those in the file now; the earlier ones while it is broken."""
-        try:
+        with suppress(OSError, ResultsUnusable):
             facts = self.run.evaluations.stat()
             if self._evaluated != (facts.st_size, facts.st_mtime_ns):
                 self._evaluations = Evaluations.read(self.run.evaluations)
                 self._evaluated = facts.st_size, facts.st_mtime_ns
-        except (OSError, ResultsUnusable):
-            pass
         return self._evaluations
 
     def provenance(self) -> Provenance:
@@ -169,10 +166,9 @@ class LiveRun:
 
     def pools(self) -> Mapping[str, list[Point]]:
         """The curves of the curricula; empty while a file is broken."""
-        try:
+        with suppress(OSError, GrpoError):
             return pool_curves(self.run.curricula)
-        except (OSError, GrpoError):
-            return {}
+        return {}
 
     def rollouts(self, kind: str) -> Path | None:
         """The directory of those that were trained on, or of a kind of others."""
@@ -180,11 +176,10 @@ class LiveRun:
 
     def steps_with_rollouts(self, kind: str = "") -> list[int]:
         """In order; empty while there are none."""
-        try:
+        with suppress(OSError, GrpoError):
             directory = self.rollouts(kind)
             return [] if directory is None else steps_in(directory)
-        except (OSError, GrpoError):
-            return []
+        return []
 
     def _read(self, now: float) -> dict[str, Any]:
         self.read_files()
