@@ -221,22 +221,23 @@ def summary_lines(facts: RunFacts, lifts: Sequence[str] = ()) -> list[str]:
         {
             "reward": f"{summary.first_reward:.3f} in the first {steps}, "
             f"{summary.last_reward:.3f} in the last {steps} (mean)",
-            **({"held out": "; ".join(lifts)} if lifts else {}),
-            **({"resumed": f"after step {after}; what follows counts from there"} if after else {}),
+            "held out": "; ".join(lifts),
+            "resumed": f"after step {after}; what follows counts from there" if after else None,
             "time": f"{summary.training_s:.1f} s of training, "
             f"{summary.total_s:.1f} s with start and stop",
             "per step": f"{summary.step_s:.2f} s: wait {summary.fetch_s:.2f}, "
             f"train {summary.compute_s:.2f}, publish {summary.sync_s:.2f} (mean)",
             "weights": facts.publication,
-            **({"servers": facts.serving} if facts.serving else {}),
-            **({"groups": groups} if (groups := groups_text(facts.groups)) else {}),
-            **({"warnings": warnings_text(facts.warnings)} if facts.warnings else {}),
+            "servers": facts.serving,
+            "groups": groups_text(facts.groups),
+            "warnings": warnings_text(facts.warnings),
         }
     )
 
 
-def _table(facts: Mapping[str, str]) -> list[str]:
-    return [f"{name + ':':<10}{fact}" for name, fact in facts.items()]
+def _table(facts: Mapping[str, str | None]) -> list[str]:
+    """A line for each fact that there is."""
+    return [f"{name + ':':<10}{fact}" for name, fact in facts.items() if fact]
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ def report_run(whole: WholeRun, facts: RunFacts, trained: Trained, command: str)
     lines = summary_lines(facts, [lift_text(*lift) for lift in lifts])
     screen.lines([*lines, *lost_lines(run)], "bold")
     files = {
-        **({"rollouts": str(run.report)} if settings.report else {}),
+        "rollouts": str(run.report) if settings.report else None,
         "plot": str(run.reward_plot),
         "model": str(run.checkpoints / settings.weight_mode.final_directory),
         "metrics": str(run.metrics),
