@@ -145,15 +145,13 @@ class MathGrader(ClosesOnExit):
             self._process = MathProcess()
         try:
             return self._process.compare(*respelled_pair(answer, gold), self._deadline_s)
-        except TimeoutError as error:
-            reason = f"was not graded within {self._deadline_s:g} s of CPU time"
-            failure: OSError = error
-        except ChildProcessError as error:
+        except (TimeoutError, ChildProcessError) as error:
+            self._process.end()  # the next comparison starts another one
             reason = f"crashed the grading process: {error}"
-            failure = error
-        self._process.end()  # the next comparison starts another one
-        shown = answer if len(answer) <= _MOST_CHARS_SHOWN else answer[:_MOST_CHARS_SHOWN] + "…"
-        raise NotGraded(f"the answer {shown!r} {reason}") from failure
+            if isinstance(error, TimeoutError):
+                reason = f"was not graded within {self._deadline_s:g} s of CPU time"
+            shown = answer if len(answer) <= _MOST_CHARS_SHOWN else answer[:_MOST_CHARS_SHOWN] + "…"
+            raise NotGraded(f"the answer {shown!r} {reason}") from error
 
 
 def _serve(connection: Connection) -> None:
