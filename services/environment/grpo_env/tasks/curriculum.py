@@ -200,14 +200,13 @@ class WeightedItems:
         self._step = 0
         self._cumulative: list[float] = []
         self._finished = 0  # groups since the rule was called
-        self._draws = 0  # with those before the state was saved
 
     mark = "curriculum"
 
     @property
     def used(self) -> DrawNumbers:
         """All draws: nothing comes in turn that could be missing."""
-        return DrawNumbers(self._draws)
+        return DrawNumbers(self._state.draws)
 
     def draw(self) -> tuple[Item, int]:
         """Raises `CurriculumUnusable` if the rule fails."""
@@ -215,16 +214,16 @@ class WeightedItems:
             facts = [self._facts[item.key] for item in self.items]
             self._cumulative = [*accumulate(checked_weights(self._rule, facts, self._step))]
             self._finished = 0
-        self._draws += 1
-        draw = random.Random(f"{self.seed} {self._draws}")
-        return draw.choices(self.items, cum_weights=self._cumulative)[0], self._draws - 1
+        self._state.draws += 1
+        draw = random.Random(f"{self.seed} {self._state.draws}")
+        return draw.choices(self.items, cum_weights=self._cumulative)[0], self._state.draws - 1
 
     def put_back(self, number: int) -> None:
         """Nothing: an item that was not sampled has its chance in each draw."""
 
     def go_on(self, used: DrawNumbers) -> None:
         """Go on behind the draws of an earlier process, also if the saved state has fewer."""
-        self._draws = max(self._draws, used.end)
+        self._state.draws = max(self._state.draws, used.end)
 
     def keep(self, fits: Callable[[Item], bool]) -> None:
         self.items = [item for item in self.items if fits(item)]
@@ -265,13 +264,12 @@ class WeightedItems:
         return {pool: counts[pool] for pool in POOLS}
 
     def state(self) -> TaskState:
-        return self._state.model_copy(update={"draws": self._draws})
+        return self._state.model_copy()
 
     def restore(self, state: TaskState) -> None:
         """Go on from a saved state. Items that the task no longer has are forgotten."""
         known = {key: sums for key, sums in state.items.items() if key in self._facts}
         self._state = state.model_copy(update={"items": known})
-        self._draws = state.draws
         self._step = max((sums.step for sums in known.values()), default=0)
         self._describe(known)
         self._cumulative = []
