@@ -228,6 +228,8 @@ class AgentFunction:
     def __init__(self, name: str, find: Callable[[str], Callable[..., Any]], rollouts: int) -> None:
         self._name, self._rollouts = name, rollouts
         self._find = find
+        # Daemons: a call that never ends does not keep the process alive.
+        self._threads = ThreadPool(max_workers=rollouts)
 
     def load(self) -> None:
         """Raises `TaskUnusable` if it cannot be called."""
@@ -237,11 +239,6 @@ class AgentFunction:
     def _function(self) -> Callable[..., Any]:
         # Not in the constructor: rewards run in processes that make the task again.
         return self._find(self._name)
-
-    @cached_property
-    def _threads(self) -> ThreadPool:
-        # Daemons: a call that never ends does not keep the process alive.
-        return ThreadPool(max_workers=self._rollouts)
 
     async def run(self, row: Row, client: Client, deadline_s: float) -> AgentEnd:
         call = partial(_called, self._function, row, client, deadline_s)
