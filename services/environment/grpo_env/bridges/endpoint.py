@@ -105,10 +105,7 @@ class ChatEndpoint:
         self._header = header
         self._ignored: set[str] = set()  # options of requests that were logged
         self.sessions: dict[str, Chat] = {}
-        self._runner: web.AppRunner | None = None
         self.url = ""
-
-    async def __aenter__(self) -> ChatEndpoint:
         app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES)
         for path, api in _APIS.items():
             app.router.add_post(f"/v1/{path}", partial(self._handle, api, _reply))
@@ -118,6 +115,8 @@ class ChatEndpoint:
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # A rollout that is given up also ends its request to the inference server.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+
+    async def __aenter__(self) -> ChatEndpoint:
         await self._runner.setup()
         await web.TCPSite(self._runner, LOOPBACK, 0).start()
         host, port = self._runner.addresses[0][:2]
@@ -126,11 +125,9 @@ class ChatEndpoint:
 
     async def listen_at(self, socket: Path) -> None:
         """Serve programs without a network too, at a Unix socket."""
-        assert self._runner is not None
         await web.UnixSite(self._runner, str(socket)).start()
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._runner is not None
         await self._runner.cleanup()
 
     async def _handle(
