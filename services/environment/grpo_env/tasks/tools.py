@@ -91,7 +91,7 @@ def is_coroutine(function: Callable[..., Any]) -> bool:
 
 Tool = Callable[..., Any] | Mapping[str, Any]
 
-_THREADS = 32
+_threads = ThreadPool(max_workers=32)  # they start with the first call
 CALL_IN_PROCESS: ContextVar[Callable[[str, Mapping[str, Any]], Awaitable[Any]] | None] = ContextVar(
     "CALL_IN_PROCESS", default=None
 )
@@ -149,7 +149,7 @@ async def _answer(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -
             return str(await contained_await(tool(**call.arguments)))
         # Daemon threads: a tool that never ends does not keep the process alive.
         # A partial: an argument of the tool may have the name of one of pebble's.
-        done = _threads().schedule(partial(contained, tool, **call.arguments))
+        done = _threads.schedule(partial(contained, tool, **call.arguments))
         return str(await asyncio.wrap_future(done))
     except GrpoError:
         raise
@@ -167,11 +167,6 @@ def _is_text(tools: Sequence[Tool]) -> IsText:
         return text_parameters(tool_schemas(tools))
 
     return lambda *call: of_schemas()(*call)
-
-
-@cache
-def _threads() -> ThreadPool:
-    return ThreadPool(max_workers=_THREADS)
 
 
 def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
