@@ -63,20 +63,18 @@ async def join_run(
         RequestRefused: run-api refuses this environment.
     """
     deadline = Deadline(trainer_deadline_s)
-    waiting = False
-    while True:
-        answer = await api.register(registration)
-        if answer is not None:
-            return parse(Membership, answer)
-        if not waiting:
-            log.info("wait_for_trainer.started", deadline_s=trainer_deadline_s)
-            waiting = True
+    answer = await api.register(registration)
+    if answer is None:
+        log.info("wait_for_trainer.started", deadline_s=trainer_deadline_s)
+    while answer is None:
         if deadline.has_passed:
             raise NoTrainer(
                 f"no trainer registered at {api.base_url} within {trainer_deadline_s:g} s; "
                 "start a trainer that uses the same run-api, or raise --trainer-deadline-s"
             )
         await asyncio.sleep(_POLL_S)
+        answer = await api.register(registration)
+    return parse(Membership, answer)
 
 
 PREFIX, EVALUATION = "env/", "eval/"
