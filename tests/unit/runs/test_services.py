@@ -24,6 +24,7 @@ from grpo_runs.process.health import HealthProbe
 from grpo_runs.process.ports import free_port
 from grpo_runs.process.stack import Service, Stack, StopRequest
 from grpo_runs.report.evaluations import EvaluationsFile
+from grpo_runs.report.summary import WholeRun
 from grpo_runs.run_directory import RunDirectory
 from grpo_runs.services import MODULES, command_lines, services_of
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
@@ -147,7 +148,7 @@ def test_a_model_that_this_project_makes_is_made_by_a_job_and_every_service_gets
     run, socket_path = RunDirectory(tmp_path), tmp_path / "weights.sock"
     with StopRequest() as request, Stack(tmp_path / "logs", request) as stack:
         evaluations = EvaluationsFile(run.evaluations)
-        whole = whole_run.WholeRun(load(*words), run, Shown(), evaluations)
+        whole = WholeRun(load(*words), run, Shown(), evaluations)
         whole_run.start_services(whole, probe, stack, socket_path)
     job = started["model"]
     assert job.command[1:-1] == ["-m", "grpo_tiny_model", *flags, "--path-file"]

@@ -21,12 +21,12 @@ from grpo_core.process import ProcessFailed
 from grpo_core.settings import load_settings, resolved_yaml
 from grpo_runs.__main__ import with_config_of_resumed_run
 from grpo_runs.commands import whole_run
-from grpo_runs.commands.whole_run import NoTrainingStep, WholeRun, follow_training, run_whole
+from grpo_runs.commands.whole_run import NoTrainingStep, follow_training, run_whole
 from grpo_runs.defaults import SIZE_NAMES
 from grpo_runs.process.stack import Stack, StopRequest
 from grpo_runs.report.evaluations import EvaluationsFile
 from grpo_runs.report.steps import MetricsFile
-from grpo_runs.report.summary import RunFacts, read_record
+from grpo_runs.report.summary import RunFacts, WholeRun, read_record
 from grpo_runs.run_directory import RunDirectory, create_run_directory
 from grpo_runs.settings.run import DEMO_FILE, DemoSettings, RunSettings
 from tests.support.process_table import SLEEP, is_alive, unrelated_process
