@@ -165,10 +165,11 @@ class Stack:
 
     def lost(self) -> dict[str, str]:
         """How services ended without a failure of the run, because others of their group run."""
+        groups = self._running_groups()
         return {
             process.name: describe_exit(process.exit_code)
             for service, process in self._running
-            if service.group and _has_failed(service, process)
+            if service.group in groups and _has_failed(service, process)
         }
 
     def warn_of_lost(self, screen: Screen) -> None:
@@ -271,12 +272,16 @@ class Stack:
         reap_orphans(self._not_ours)
         self._watch({service.name: process.pid for service, process in self._running})
 
-    def _check_processes(self, running: Sequence[tuple[Service, ManagedProcess]]) -> None:
-        groups = {
+    def _running_groups(self) -> set[str]:
+        """Those with a service that has not ended."""
+        return {
             service.group
             for service, process in self._running
             if service.group and process.exit_code is None
         }
+
+    def _check_processes(self, running: Sequence[tuple[Service, ManagedProcess]]) -> None:
+        groups = self._running_groups()
         failed = [
             process
             for service, process in running

@@ -186,6 +186,7 @@ def test_one_of_a_group_may_end_but_not_the_last(stack: Stack) -> None:
     assert stack.lost() == {"first": "SIGKILL"}
     stack.process("second").signal(signal.SIGKILL)
     stack.process("second").wait(FOREVER_S)
+    assert stack.lost() == {}  # the run has failed
     with pytest.raises(ProcessFailed, match=r"first ended with SIGKILL.*\nsecond ended"):
         stack.check()
 
