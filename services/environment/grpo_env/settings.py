@@ -55,15 +55,11 @@ def load_env_settings(
 
 def _task_first(argv: Sequence[str]) -> list[str]:
     """`check my.py:reward` → `my.py:reward check`; `serve --task X` → `X serve`."""
-    words = [*argv]
-    for number, word in enumerate(words):
-        if word == "--task" and number + 1 < len(words):
-            words[:] = [words[number + 1], *words[:number], *words[number + 2 :]]
-        elif word.startswith("--task="):
-            words[:] = [word.partition("=")[2], *words[:number], *words[number + 1 :]]
-        else:
-            continue
-        return words
-    if len(words) > 1 and words[0] in ACTIONS and not words[1].startswith("-"):
-        words[:2] = [words[1], words[0]]
-    return words
+    for number, word in enumerate(argv):
+        if word == "--task" and number + 1 < len(argv):
+            return [argv[number + 1], *argv[:number], *argv[number + 2 :]]
+        if word.startswith("--task="):
+            return [word.partition("=")[2], *argv[:number], *argv[number + 1 :]]
+    if len(argv) > 1 and argv[0] in ACTIONS and not argv[1].startswith("-"):
+        return [argv[1], argv[0], *argv[2:]]
+    return [*argv]
