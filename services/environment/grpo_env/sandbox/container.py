@@ -123,7 +123,7 @@ class Container:
         seconds: float,
         *,
         user: str | None = None,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Ended:
         """Run a command with bash, in the working directory. Its processes end with the limit; what
         a command leaves in the background goes on.
@@ -131,11 +131,10 @@ class Container:
         Raises:
             SandboxFailed: the container does not run any more, or Docker does not answer.
         """
-        given = environment or {}
-        words = ["exec", *variables(given)]
+        words = ["exec", *variables(environment)]
         words += ["--user", user] if user else []
         inside = ["timeout", "--signal", "KILL", f"{seconds:g}", "bash", "-c", command]
-        ended = await docker([*words, self.name, *inside], seconds + _GRACE_S, given)
+        ended = await docker([*words, self.name, *inside], seconds + _GRACE_S, environment)
         if ended.status == 1 and ended.errors.startswith(_OF_DOCKER):
             # A command may write what looks like an error of Docker.
             state = await docker(["inspect", "--format", "{{.State.Running}}", self.name])
