@@ -236,17 +236,13 @@ class Teacher:
             GroupLost: the teacher refused the request.
             TeacherUnavailable, ProtocolViolation: its answer.
         """
-        prompts = [self._prompt_ids(sequence) for sequence in sequences]
-        starts = [sequence.prompt_tokens for sequence in sequences]
-        rows = [
-            prompt + sequence.tokens[start:]
-            for sequence, prompt, start in zip(sequences, prompts, starts, strict=True)
-        ]
+        rows = [self._prompt_ids(one) + one.tokens[one.prompt_tokens :] for one in sequences]
         try:
             scored = await self.client.logprobs(rows)
         except RequestRefused as error:
             raise GroupLost(FailureReason.TEACHER_REFUSED, str(error)) from error
-        for sequence, logprobs, start in zip(sequences, scored, starts, strict=True):
+        for sequence, logprobs in zip(sequences, scored, strict=True):
+            start = sequence.prompt_tokens
             behind = logprobs[len(logprobs) - (len(sequence.tokens) - start) :]
             pairs = zip(sequence.masks[start:], behind, strict=True)
             found = [None if mask == MASKED else logprob for mask, logprob in pairs]
