@@ -68,13 +68,8 @@ class NamedServers:
     """
 
     def __init__(self, urls: Sequence[str], lookup: Lookup = addresses_of) -> None:
-        shown = [ServiceUrl(url) for url in urls]
-        self._places = {url: [Place(url)] for url in shown}
+        self._places = {url: [Place(url)] for url in map(ServiceUrl, urls)}
         self._lookup = lookup
-        hosts = {url: httpx.URL(url).host for url in shown}
-        self._names = [
-            url for url, host in hosts.items() if host != "localhost" and not address_of(host)
-        ]
 
     @property
     def places(self) -> list[Place]:
@@ -83,8 +78,10 @@ class NamedServers:
 
     async def look_up(self) -> None:
         """Find the addresses of all names. A name without an address keeps the previous ones."""
-        for url in self._names:
+        for url in self._places:
             parsed = httpx.URL(url)
+            if parsed.host == "localhost" or address_of(parsed.host):
+                continue
             port = parsed.port or _PORTS[parsed.scheme]
             addresses = await self._lookup(parsed.host, port)
             if len(addresses) > 1:
