@@ -104,7 +104,7 @@ SETTINGS: dict[Server, tuple[Setting, ...]] = {
     Server(LORA): (Setting(500), Setting(500, 8), Setting(500, 4, COLD, learnable=True)),
     Server(FILES): (Setting(300), Setting(200, 8)),
     Server(RESTARTS): (Setting(300, None, options={"vllm_restart_interval": 50}),),
-    Server(model="smollm2"): (Setting(250),),
+    Server(model="smollm2"): (Setting(250, learnable=True),),
     Server(dtype="bfloat16", model="smollm2"): (
         Setting(250, 8, learnable=True),
         Setting(250, 4, HOT, learnable=True),
