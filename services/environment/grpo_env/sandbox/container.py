@@ -154,23 +154,6 @@ class Container:
 
 
 @asynccontextmanager
-async def made(name: str, words: Sequence[str], given: Mapping[str, str]) -> AsyncIterator[None]:
-    """Make a container, and remove it with all its processes. Once begun, it is made: an engine
-    may make it when its command has been killed."""
-    creating = asyncio.create_task(succeed(words, given=given))
-    try:
-        await asyncio.shield(creating)
-        yield
-    finally:
-        await asyncio.shield(_remove(name, creating))
-
-
-async def _remove(name: str, creating: asyncio.Task[str]) -> None:
-    await asyncio.wait([creating])
-    await docker(["rm", "--force", "--volumes", name])
-
-
-@asynccontextmanager
 async def container(image: str, resources: Resources) -> AsyncIterator[Container]:
     """Start a container of an image, and remove it at the end. Raises `SandboxFailed`: Docker does
     not start it."""
@@ -183,6 +166,8 @@ async def container(image: str, resources: Resources) -> AsyncIterator[Container
     words += ["--oom-score-adj", "1000", "--log-driver", "none"]
     words += ["--workdir", resources.workdir] if resources.workdir else []
     words += [*variables(resources.environment), "--entrypoint", "bash", image]
-    words += ["-c", f"read -t {_LONGEST_LIFE_S}"]
-    async with made(name, words, resources.environment):
+    try:
+        await succeed([*words, "-c", f"read -t {_LONGEST_LIFE_S}"], given=resources.environment)
         yield Container(name)
+    finally:
+        await asyncio.shield(docker(["rm", "--force", "--volumes", name]))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from grpo_env.sandbox import relay
 from grpo_env.sandbox.child import LimitedCommand
 from grpo_env.sandbox.container import (
     LABEL,
-    made,
+    docker,
     run_docker,
     succeed,
     succeed_at_start,
@@ -74,7 +75,7 @@ class Docker(Sandbox):
             directory=directory,
             measures_memory=False,  # the kernel limits it
         )
-        async with made(name, create, given):
+        async with _created(name, create, given):
             ended = await run_docker(command)
             state = await succeed(["inspect", "--format", _STATE, name])
         started_at, is_killed, status = state.split()
@@ -84,6 +85,25 @@ class Docker(Sandbox):
             raise SandboxFailed(f"docker lost the program: {ended.errors.strip()}")
         is_memory = is_killed == "true" and ended.reason == "finished"
         return replace(ended, reason="memory") if is_memory else ended
+
+
+@asynccontextmanager
+async def _created(
+    name: str, create: Sequence[str], given: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """Make a container, and remove it with all its processes. Once begun, it is made: an engine
+    may make it when its command has been killed."""
+    creating = asyncio.create_task(succeed(create, given=given))
+    try:
+        await asyncio.shield(creating)
+        yield
+    finally:
+        await asyncio.shield(_remove(name, creating))
+
+
+async def _remove(name: str, creating: asyncio.Task[str]) -> None:
+    await asyncio.wait([creating])
+    await docker(["rm", "--force", "--volumes", name])
 
 
 def _limited(limits: Limits) -> Iterator[str]:
