@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence, Sized
-from itertools import chain, islice
+from itertools import islice
 from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -84,14 +84,22 @@ class FreeFormFields(WireModel):
             )
         return value
 
-    @field_validator("generation_params", "overrides", "group_overrides")
+    @field_validator("generation_params", "group_overrides")
     @classmethod
-    def _temperatures_divide(cls, value: Any) -> Any:
-        holders = {"": value}
-        if isinstance(value, list):
-            holders = {f"[{i}].": override for i, override in enumerate(value)}
-        found = (_bad_temperatures(where, holder) for where, holder in holders.items())
-        _refuse(chain.from_iterable(found))
+    def _temperature_divides(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        _refuse(_bad_temperatures("", value))
+        return value
+
+    @field_validator("overrides")
+    @classmethod
+    def _temperatures_divide(
+        cls, value: list[dict[str, Any]] | None
+    ) -> list[dict[str, Any]] | None:
+        _refuse(
+            problem
+            for i, override in enumerate(value or [])
+            for problem in _bad_temperatures(f"[{i}].", override)
+        )
         return value
 
 
