@@ -63,7 +63,7 @@ class RecordedDialogue:
         self._begun: list[TrainingSequence] = []
         self._newest: TrainingSequence | None = None  # which got the last answer
         self.state = State(item.row, item.messages)
-        self.last_answer = Answer("")
+        self.last_answer = Answer()
 
     @property
     def sequences(self) -> list[TrainingSequence]:

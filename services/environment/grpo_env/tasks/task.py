@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 from grpo_core.errors import GrpoError
@@ -26,7 +26,6 @@ class State(dict[str, Any]):
         self.turn = 0
 
 
-@dataclass(eq=False, repr=False)
 class Answer(str):
     """The text of a completion; in a conversation, the last text of the model.
 
@@ -42,22 +41,36 @@ class Answer(str):
     call_format: how the model's chat template asks for calls of tools. None: not known.
     """
 
-    text: InitVar[str]
-    _: KW_ONLY
-    finished: bool = True
-    messages: Sequence[Message] = ()
-    state: State = field(default_factory=lambda: State({}))
-    token_ids: Sequence[int] = ()
-    context_tokens: int = 0
-    new_tokens: int = 0
-    max_tokens: int = 0
-    step: int = 0
-    steps: int = 1
-    opening: str = ""
-    call_format: CallFormat | None = None
-
-    def __new__(cls, text: str, **_: Any) -> Self:
+    def __new__(cls, text: str = "", **_: Any) -> Self:
         return super().__new__(cls, text)
+
+    def __init__(
+        self,
+        text: str = "",  # noqa: ARG002 - the value, see `__new__`
+        *,
+        finished: bool = True,
+        messages: Sequence[Message] = (),
+        state: State | None = None,
+        token_ids: Sequence[int] = (),
+        context_tokens: int = 0,
+        new_tokens: int = 0,
+        max_tokens: int = 0,
+        step: int = 0,
+        steps: int = 1,
+        opening: str = "",
+        call_format: CallFormat | None = None,
+    ) -> None:
+        self.finished = finished
+        self.messages = messages
+        self.state = State({}) if state is None else state
+        self.token_ids = token_ids
+        self.context_tokens = context_tokens
+        self.new_tokens = new_tokens
+        self.max_tokens = max_tokens
+        self.step = step
+        self.steps = steps
+        self.opening = opening
+        self.call_format = call_format
 
 
 @dataclass(frozen=True)
