@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -219,6 +220,20 @@ async def test_a_task_may_conduct_the_rollout_itself(sample: Any) -> None:
     first, second = prompts(server)
     assert second[: len(first) + 3] == first + SAID
     assert submitted(outcome).size == 1
+
+
+class AsksItself(SelfDriven):
+    async def run(self, _row: Row, dialogue: Dialogue) -> float:
+        answer = await dialogue.say([QUESTION])
+        await dialogue.say([{"role": "user", "content": answer}])
+        return 1.0
+
+
+async def test_an_answer_that_is_passed_on_is_sent_as_its_text(sample: Any) -> None:
+    plan = replace(ONE, max_sequences=2)
+    outcome, _ = await sample(scripted("7", "8"), AsksItself(), plan)
+    sent = json.loads(submitted(outcome).model_dump_json())
+    assert [m["content"] for m in sent["messages"][-1]] == ["7", "8"]
 
 
 class Prefilled(SelfDriven):
