@@ -68,7 +68,8 @@ def replay_run(provenance: Provenance, settings: ReplaySettings, say: Say) -> bo
     for row in replayed_steps(run, learner, begin, last, options):
         if not passes(row.step, run.start_of(row.step.step), differences, say):
             return False
-        rows.append(row)
+        if options:
+            rows.append(row)  # with the tokens of its batch
     if options:
         for line in comparison(rows, options, learner.settings):
             say(line)
