@@ -46,7 +46,7 @@ SECTION = "Healthy steps"
 FILES, RESTARTS = "none", "lora_restart"
 TRUE_WARNINGS = KNOWN_WARNINGS | {"dtype.slow"}
 """The second one: this CPU has no instructions for bfloat16."""
-EVENT, VALUE = re.compile(r"\[(\w+) *\] (\S+)(.*)"), re.compile(r"(\w+)=(\S+)")
+EVENT, VALUE = re.compile(r"\[(info|warning|error) *\] (\S+)(.*)"), re.compile(r"(\w+)=(\S+)")
 """In a log file."""
 LARGER_SUMS = [(a, b) for a in range(11, 99, 9) for b in range(12, 99, 9)]
 """For a pretrained model: in SmolLM2's groups, half of these have different scores at the start."""
@@ -279,17 +279,18 @@ def _grpo_run(server: Server, setting: Setting, directory: Path) -> dict[str, An
     for name, value in setting.options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL)
-    log = (directory / "logs" / "trainer.log").read_text()
+    log = directory / "logs" / "trainer.log"
     logs = [
         {"log_level": level, "event": event} | dict(VALUE.findall(values))
-        for level, event, values in EVENT.findall(log)
+        for level, event, values in EVENT.findall(log.read_text() if log.exists() else "")
     ]
     error = f"exit code {ended.returncode}" if ended.returncode else ""
     return _found(directory / "metrics.jsonl", error, logs)
 
 
 def _found(metrics: Path, error: str, logs: Sequence[MutableMapping[str, Any]]) -> dict[str, Any]:
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    records = [json.loads(line) for line in lines]
     warned = [entry for entry in logs if entry["log_level"] not in ("info", "debug")]
     return {
         "steps": len(records),
