@@ -53,8 +53,8 @@ class Producer:
         system: system message of every prompt, from the start
         receipts: pass on the server's receipts
         sends_twice: the second group of a batch is the first one again, under another key
-        batches_late: the number of batches in the queue, and so of steps between sampling a batch
-            and training on it
+        batches_late: the number of batches that are sampled after a batch before it is submitted,
+            and so of steps between sampling and training, however fast both are
         repeats: the first batch is submitted again and again
         paced: True to sample one batch per step; False to sample without waiting
     """
@@ -101,7 +101,7 @@ class Producer:
         """`version`: the version that is served before the trainer starts, which then sets a new
         one at every step."""
         sums = itertools.cycle(FIRST + OTHERS)
-        sent: list[list[ScoredGroup]] = []
+        sampled: list[list[ScoredGroup]] = []
         for number in itertools.count():
             if number == 0 or (self.paced and number > self.batches_late):
                 version = self._version_other_than(version)
@@ -114,8 +114,9 @@ class Producer:
                 groups = self._changed(groups)
             if is_faulty and self.sends_twice:
                 groups[1] = groups[0]
-            sent.append(sent[0] if is_faulty and self.repeats else groups)
-            self._send(sent[-1])
+            sampled.append(sampled[0] if is_faulty and self.repeats else groups)
+            if number >= self.batches_late:
+                self._send(sampled[number - self.batches_late])
 
     def _send(self, batch: list[ScoredGroup]) -> None:
         for group in batch:
