@@ -102,12 +102,14 @@ SETTINGS: dict[Server, tuple[Setting, ...]] = {
     ),
     Server(dtype="bfloat16"): (Setting(500), Setting(500, 8), Setting(300, 2, COLD)),
     Server(LORA): (Setting(500), Setting(500, 8), Setting(500, 4, COLD, learnable=True)),
+    Server(LORA, "bfloat16"): (Setting(300, 2),),
     Server(FILES): (Setting(300), Setting(200, 8)),
     Server(RESTARTS): (Setting(300, None, options={"vllm_restart_interval": 50}),),
-    Server(model="smollm2"): (Setting(250, learnable=True),),
+    Server(model="smollm2"): (Setting(100, learnable=True),),
     Server(dtype="bfloat16", model="smollm2"): (
         Setting(250, 8, learnable=True),
         Setting(250, 4, HOT, learnable=True),
+        Setting(150, 0, HOT),
     ),
     Server(LORA, "bfloat16", "smollm2"): (Setting(250, 4, learnable=True),),
 }
