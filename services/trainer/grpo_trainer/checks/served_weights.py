@@ -263,6 +263,7 @@ class PublicationCheck:
             with without_dropout(self._policy):
                 noise = kernel_noise(self._policy, self._tokens)
             tolerance = max(tolerance, NOISE_FACTOR * noise)
+            log.info("alignment.noise_measured", mean=mean, sampled=sampled_mean, noise=noise)
         other = min(mean_distance(served, self._base), alignment.previous)
         if not mean <= tolerance or FAR_BETTER * other < mean:
             return [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from grpo_core.wire.policy_version import PolicyVersion
 from grpo_trainer.checks.served_weights import (
@@ -174,7 +175,9 @@ def test_noise_that_has_grown_with_training_is_measured_anew(model: str) -> None
         policy.model.norm.weight *= 40
     server.swap(policy, VERSION)
     server.noise = 3 * kernel_noise(policy, tokens)
-    assert copy.copy(check).require(VERSION, "After step 300").mean > check.bound.value
+    with capture_logs() as logs:
+        assert copy.copy(check).require(VERSION, "After step 300").mean > check.bound.value
+    assert [entry["event"] for entry in logs] == ["alignment.noise_measured"]
     server.noise = 5 * kernel_noise(policy, tokens)
     with pytest.raises(ServedWeightsDiffer):
         check.require(VERSION, "After step 300")
